@@ -301,7 +301,7 @@ def test_bounds_of_units_hold_in_exact_arithmetic() -> None:
     """At epsilon 0 a bound in float64 is the unit itself, rounded: as often too high as too low."""
     model = network(5, 9, 9, 9, 2)
     x, _ = batch(20, 5, 2)
-    ball = ball_and_box(x, 0.0, "linf", None, None, torch.float64, ("linf",))
+    ball = ball_and_box(x, 0.0, "linf", None, None)
     with torch.no_grad():
         chain = affine_chain(model, x, torch.float64)
         plain, outward = (relaxed_bounds(chain, ball, outward=outward) for outward in (False, True))
@@ -344,7 +344,7 @@ def test_bound_of_every_case_holds_where_its_assumptions_do(
 ) -> None:
     model = network(*widths, 2, seed=seed)
     x, _ = batch(1, widths[0], 2, seed)
-    ball = ball_and_box(x, epsilon, norm, (0, 1), None, torch.float64, (norm,))
+    ball = ball_and_box(x, epsilon, norm, (0, 1), None)
     with torch.no_grad():
         chain = affine_chain(model, x, torch.float64)
         hidden = relaxed_bounds(chain[:-1], ball)
@@ -376,7 +376,7 @@ def test_slopes_and_prices_raise_the_bound() -> None:
     Of 100 bounds, in networks of six seeds: 7 to 34, 94 to 100, 5 to 31, and 70 to 85; none where nothing moves.
     """
     model, x, labels, epsilon = relu_network("64-24-24-10 at .1")
-    ball = ball_and_box(x, epsilon, "linf", (0, 1), None, torch.float64, ("linf",))
+    ball = ball_and_box(x, epsilon, "linf", (0, 1), None)
     chain = affine_chain(model, x, torch.float64)
     hidden = relaxed_bounds(chain[:-1], ball)
     other = (labels + 1) % 10

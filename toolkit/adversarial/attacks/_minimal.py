@@ -16,13 +16,13 @@ from torch import Tensor
 from toolkit._checks import integer
 from toolkit.adversarial.attacks._hyperplane import ORDER, inner, shortest_move
 from toolkit.adversarial.attacks._setting import AttackOptions, Pick, Setting, differentiate, setting
-from toolkit.adversarial.attacks.losses import difference_loss
+from toolkit.adversarial.attacks.losses import without_label
 from toolkit.adversarial.balls import BallOptions, Norm, Region, ball_of, per_sample
 from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import by_row, column, norm_of, wide
 from toolkit.blocks import no_graph, variable
 
-__all__ = ["MinimalOptions", "Nearest", "Planes", "Search", "check_only_l2", "minimal_search", "strength"]
+__all__ = ["MinimalOptions", "Nearest", "Planes", "Search", "check_only_l2", "minimal_search"]
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class Search:
         logits = attack.inspected(attack.model(attack.x.clone()))
         with no_graph():
             distance = torch.where(attack.succeeds(logits), 0.0, torch.inf).double()
-        return Nearest(attack.x, distance, strength(attack, logits)), logits
+        return Nearest(attack.x, distance, attack.strength(logits)), logits
 
     def rivals(self, logits: Tensor) -> Tensor | None:
         """Return the K classes (N, K) other than the label with the largest logits; None if there are targets."""
         if self.attack.targets is not None:
             return None
-        others = logits.scatter(1, self.attack.labels.long()[:, None], -torch.inf)
+        others = without_label(logits, self.attack.labels)
         return others.topk(max(1, min(self.n_classes, logits.shape[1]) - 1), 1).indices
 
     def length(self, offset: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Search:
         """Return the record with `example` in the place of worse entries."""
         attack = self.attack
         logits = attack.model(example.clone()) if logits is None else logits
-        found = strength(attack, logits)
+        found = attack.strength(logits)
         with no_graph():
             distance = self.length(example.double() - attack.x.double())
             distance = distance.masked_fill(~attack.succeeds(logits), torch.inf)
@@ -228,10 +228,10 @@ class Search:
 
         Args:
             example: Point of the linearisation, (N, ...).
-            loss: Function of logits and `goal` that returns values (N,). None: `strength`.
+            loss: Function of logits and `goal` that returns values (N,). None: `Setting.strength`.
         """
         attack = self.attack
-        loss = loss or (lambda logits, _: strength(attack, logits))
+        loss = loss or (lambda logits, _: attack.strength(logits))
         point, slope, logits = attack.gradient(example, loss)
         return point, slope.to(wide(slope)), logits, loss(logits, attack.goal)
 
@@ -252,7 +252,7 @@ class Search:
         x, end = self.attack.x.to(wide(self.attack.x)), nearest.example
         way = end.to(x.dtype) - x
         low, high = torch.zeros_like(nearest.strength), torch.ones_like(nearest.strength)
-        below, above = strength(self.attack, self.attack.model(self.attack.x.clone())), nearest.strength
+        below, above = self.attack.strength(self.attack.model(self.attack.x.clone())), nearest.strength
         for _ in range(5):
             with no_graph():
                 crosses = (above > 0) & (below < 0)
@@ -261,7 +261,7 @@ class Search:
             example = self.move(self.attack.x, column(position, x).to(x.dtype) * way)
             logits = self.attack.model(example.clone())
             nearest = self.offer(nearest, example, logits)
-            value = strength(self.attack, logits)
+            value = self.attack.strength(logits)
             with no_graph():
                 beyond = self.attack.succeeds(logits)
             low, below = torch.where(beyond, low, position), torch.where(beyond, below, value)
@@ -321,11 +321,6 @@ def minimal_search(
             radius = sizes.flatten(1).amin(1).expand_as(radius)  # inside of it no example is projected
         ball = attack.ball if threat.epsilon is None else threat.around(attack.x)
         yield Search(attack, threat.norm, ball, radius, n_classes)
-
-
-def strength(attack: Setting, logits: Tensor) -> Tensor:
-    """Return the margin by which the attack succeeds, (N,): best other class over label, or target over best other."""
-    return attack.sign * difference_loss(logits.to(wide(logits)), attack.goal)
 
 
 def check_only_l2(attack: str, norm: str) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from toolkit._random import own_generator
-from toolkit.adversarial.attacks._minimal import strength
 from toolkit.adversarial.attacks._setting import CommonOptions, setting
 from toolkit.adversarial.balls.box import by_row, draw, norm_of
 
@@ -46,13 +45,13 @@ def random_directions(
     """
     generator = own_generator(generator)
     with setting(model, x, labels, **options) as attack:
-        example, best = attack.x.clone(), strength(attack, attack.logits(attack.x))
+        example, best = attack.x.clone(), attack.strength(attack.logits(attack.x))
         towards = torch.zeros_like(draw(torch.randn, attack.x, generator))
         for number in range(draws):
             noise = draw(torch.randn, attack.x, generator)
             direction = noise if number % _FRESH == 0 else towards + _WIDTH * noise
             tried = attack.ball.farthest(direction.to(attack.x.dtype))
-            value = strength(attack, attack.logits(tried))
+            value = attack.strength(attack.logits(tried))
             better = value > best
             best = torch.maximum(value, best)
             example = by_row(better, tried, example)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import function
+from toolkit.adversarial._classes import check_classes
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.attacks.losses import Loss, margin_slope
+from toolkit.adversarial.attacks.losses import Loss, difference_loss, margin_slope
 from toolkit.adversarial.balls import Ball, BallOptions, Region, ball_of, per_sample
+from toolkit.adversarial.balls.box import wide
 from toolkit.blocks import block, no_graph, ordinary_tensors, stop_recording, variable
 
 __all__ = [
@@ -93,7 +95,9 @@ class Setting:
         with no_graph():
             return self.inspected(self.model(example.clone()))
 
-    def gradient(self, example: Tensor, loss: Loss | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def gradient(
+        self, example: Tensor, loss: Loss | None = None, slope: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the point, the gradient of every sample's loss by its own input there, and the logits.
 
         The point is `example`, to take the next step from. Autograd records gradient and logits only while the block of
@@ -101,7 +105,8 @@ class Setting:
 
         Args:
             example: Inputs to differentiate at, (N, ...).
-            loss: Function of logits and `goal` that returns losses (N,). None: `margin_loss`, its slope in closed form.
+            loss: Function of logits and `goal` that returns losses (N,). None: the loss of this `slope`.
+            slope: Derivative of the loss by the logits, (N, C). None: that of `margin_loss`, in closed form.
 
         Raises:
             NoGradientError: If the logits cannot be differentiated by the input.
@@ -117,7 +122,7 @@ class Setting:
             logits = self.inspected(logits)
             losses = None if loss is None else loss(logits, self.goal)
         if losses is None:
-            outputs, slope = logits, margin_slope(logits, self.goal)
+            outputs, slope = logits, margin_slope(logits, self.goal) if slope is None else slope
         elif losses.shape == point.shape[:1]:
             outputs, slope = losses, torch.ones_like(losses)
         else:
@@ -143,8 +148,9 @@ class Setting:
         """Return the logits; the first time, raise if they are not (N, C) or a class is out of range."""
         if "logits" not in self.checked:
             _check_logits(logits, len(self.x))
-            for name, classes in (("labels", self.labels), ("targets", self.targets)):
-                _check_range(name, classes, logits.shape[1])
+            check_classes("labels", self.labels, len(self.x), logits.shape[1])
+            if self.targets is not None:
+                check_classes("targets", self.targets, len(self.x), logits.shape[1])
             self.checked.add("logits")
         return logits
 
@@ -171,6 +177,14 @@ class Setting:
         return (self.sign * factor * per_sample(name, value, self.x, by_feature=self.threat.has_features)).to(
             self.x.dtype
         )
+
+    def strength(self, logits: Tensor) -> Tensor:
+        """Return the margin of success, (N,): best other class over label, or target over best other class."""
+        return self.sign * difference_loss(logits.to(wide(logits)), self.goal)
+
+    def start(self, generator: torch.Generator | None) -> Tensor:
+        """Return the clean inputs, or with a generator points drawn from the ball, (N, ...)."""
+        return self.x.clone() if generator is None else self.ball.sample(generator)
 
     def rows(self, index: Tensor) -> Setting:
         """Return the setting of some samples, by their indices or a Boolean tensor, (N,)."""
@@ -258,12 +272,12 @@ def setting(
     function("model", model)
     threat = ball_of(**ball)
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
-        x = _ordinary("x", x)
-        targets = None if targets is None else _ordinary("targets", targets)
+        x, labels, targets = (_ordinary(tensor) for tensor in (x, labels, targets))
         region = threat.around(x)
-        labels = _answers(picked(model, logits), x) if labels is None else _ordinary("labels", labels)
-        for name, classes in (("labels", labels), ("targets", targets)):
-            _check_classes(name, classes, x)
+        labels = _answers(picked(model, logits), x) if labels is None else labels
+        check_classes("labels", labels, len(x))
+        if targets is not None:
+            check_classes("targets", targets, len(x))
         slopes = picked(model, logits) if gradient_dtype is None else _in_dtype(model, gradient_dtype, logits)
         yield Setting(picked(model, logits), x, labels, targets, threat, region, slopes)
 
@@ -328,11 +342,8 @@ def differentiate(outputs: Tensor, point: Tensor, slope: Tensor, *, recorded: bo
     return gradient
 
 
-def _ordinary(name: str, tensor: object) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        kind = "a tensor" if name == "x" else "a tensor of integers"
-        raise TypeError(f"`{name}` should be {kind}. Found {type(tensor).__name__}.")
-    return tensor.clone() if tensor.is_inference() else tensor
+def _ordinary(tensor: Any) -> Any:
+    return tensor.clone() if isinstance(tensor, Tensor) and tensor.is_inference() else tensor
 
 
 def _answers(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -354,22 +365,6 @@ def _check_logits(logits: object, n: int) -> None:
         if logits.shape in {(n,), (n, 1)}:
             found += " One logit of two classes is taken with `logits=lambda z: torch.stack([-z, z], -1).view(-1, 2)`."
         raise ValueError(f"`model` should return logits ({n}, C) with at least two classes. Found {found}")
-
-
-def _check_range(name: str, classes: Tensor | None, n_classes: int) -> None:
-    if classes is not None and classes.numel():
-        least, most = (int(side) for side in classes.aminmax())
-        if not 0 <= least <= most < n_classes:
-            raise ValueError(f"`{name}` should be from 0 to {n_classes - 1}. Found {least} to {most}.")
-
-
-def _check_classes(name: str, classes: Tensor | None, x: Tensor) -> None:
-    if classes is None:
-        return
-    if classes.shape != x.shape[:1]:
-        raise ValueError(f"`{name}` should have shape ({len(x)},). Found {tuple(classes.shape)}.")
-    if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:
-        raise TypeError(f"`{name}` should be integers. Found {classes.dtype}.")
 
 
 def _in_dtype(model: Callable[[Tensor], Tensor], dtype: torch.dtype, logits: Pick | None) -> Callable[[Tensor], Tensor]:

@@ -100,10 +100,6 @@ def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
     before it had left standing: a sign that this kind of attack can find more. A model whose gradients are honest never
     pays for thousands of queries; a model whose gradients are masked does.
 
-    Args:
-        n_classes: C. The difference of logits ratio is defined for three classes and more.
-        at_once: The most pairs of a sample and a class that run as one batch.
-
     Raises:
         ValueError: If `n_classes` is less than 2, or `at_once` is not positive.
 
@@ -116,7 +112,7 @@ def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
         ['linearised', 'multi-target', 'multi-target, random starts', 'APGD', 'FAB', 'random directions', 'Square']
     """
     n_classes, at_once = integer("n_classes", n_classes, 2), integer("at_once", at_once)
-    every_class = partial(_from_the_linearisation, n_targets=min(n_classes - 1, _MOST_TARGETS), at_once=at_once)
+    every_class = partial(linearised, n_targets=min(n_classes - 1, _MOST_TARGETS), at_once=at_once)
     random = partial(multi_target, steps=20, n_targets=3, at_once=at_once)
     attacks: dict[str, Stages] = {
         "linearised": (every_class,),
@@ -247,7 +243,8 @@ def robust_accuracy(
 ) -> float:
     """Return the share of rows that an ensemble of attacks leaves correctly classified, from 0 to 1.
 
-    An upper bound of the true robust accuracy, and equal to it for linear models of up to 100 classes.
+    An upper bound of the true robust accuracy, and equal to it for linear models of up to 100 classes. The arguments
+    are those of `evaluate_robustness`, which tells more.
 
     Args:
         model: As in `evaluate_robustness`, which tells more, and so are the other arguments.
@@ -260,8 +257,8 @@ def robust_accuracy(
         **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
 
     Raises:
-        TypeError: As in `pgd`.
-        ValueError: As in `pgd`, or if `batch_size` is not positive.
+        TypeError: As in `evaluate_robustness`.
+        ValueError: As in `evaluate_robustness`.
 
     References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
@@ -362,23 +359,15 @@ def ensemble(
 ) -> Tensor:
     """Return the adversarial examples of an ensemble of attacks: `evaluate_robustness` as an attack like the others.
 
-    Args:
-        model: As in `evaluate_robustness`, and so are the other arguments.
-        x: Clean inputs, (N, ...).
-        labels: (N,). None: the model's answers at `x`.
-        attacks: Name to attack.
-        batch_size: Rows at once.
-        generator: As in `evaluate_robustness`.
-        verbose: As in `evaluate_robustness`.
-        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
+    The arguments are those of `evaluate_robustness`.
 
     Returns:
         Examples with the shape, dtype and device of `x`: where a row was broken, the example that broke it; else the
         strongest example tried. A constant while the block `EXAMPLE` is in place.
 
     Raises:
-        TypeError: As in `pgd`.
-        ValueError: As in `pgd`, or if `batch_size` is not positive.
+        TypeError: As in `evaluate_robustness`.
+        ValueError: As in `evaluate_robustness`.
 
     Example:
         >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
@@ -457,13 +446,6 @@ def _stages(name: str, attack: Attack | Stages) -> Stages:
         if not callable(stage):
             raise TypeError(f"`attacks` should be functions by their names. Found {stage!r} as {name!r}.")
     return stages
-
-
-def _from_the_linearisation(
-    model: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, *, generator: torch.Generator, **options: Any
-) -> Tensor:
-    """Return `linearised`, which draws nothing."""
-    return linearised(model, x, labels, **options)
 
 
 def _errs(logits: Tensor, labels: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from toolkit.adversarial.attacks._setting import GradientOptions, Setting, setti
 from toolkit.adversarial.attacks.losses import Loss, margin_loss
 from toolkit.adversarial.balls.box import by_row
 
-__all__ = ["fgsm", "pgd", "rs_fgsm"]
+__all__ = ["ascend", "fgsm", "pgd", "rs_fgsm"]
 
 
 def fgsm(
@@ -62,7 +62,7 @@ def fgsm(
         tensor([[0.2500, 0.7500]])
     """
     with setting(model, x, labels, **options) as attack:
-        return attack.ball.settle(_ascend(attack, loss, 1, attack.stride(), None))
+        return attack.ball.settle(ascend(attack, attack.x.clone(), loss, 1, attack.stride()))
 
 
 def rs_fgsm(
@@ -105,7 +105,7 @@ def rs_fgsm(
     """
     draws = own_generator(generator)
     with setting(model, x, labels, **options) as attack:
-        return attack.ball.settle(_ascend(attack, loss, 1, attack.stride(1.25, step_size), draws))
+        return attack.ball.settle(ascend(attack, attack.start(draws), loss, 1, attack.stride(1.25, step_size)))
 
 
 def pgd(
@@ -177,20 +177,14 @@ def pgd(
     draws = own_generator(generator) if starts_at_random(random_start, generator, restarts) else None
     with setting(model, x, labels, **options) as attack:
         stride = attack.stride(2.5 / steps, step_size)
-        best = _ascend(attack, loss, steps, stride, draws)
+        best = ascend(attack, attack.start(draws), loss, steps, stride)
         for _ in range(restarts - 1):
-            best = _stronger(attack, loss, best, _ascend(attack, loss, steps, stride, draws))
+            best = _stronger(attack, loss, best, ascend(attack, attack.start(draws), loss, steps, stride))
         return attack.ball.settle(best)
 
 
-def _start(attack: Setting, generator: torch.Generator | None) -> Tensor:
-    return attack.x.clone() if generator is None else attack.ball.sample(generator)
-
-
-def _ascend(
-    attack: Setting, loss: Loss | None, steps: int, stride: Tensor, generator: torch.Generator | None
-) -> Tensor:
-    example = _start(attack, generator)
+def ascend(attack: Setting, example: Tensor, loss: Loss | None, steps: int, stride: Tensor) -> Tensor:
+    """Return the end of some steps up the loss, not settled."""
     for _ in range(steps):
         point, gradient, _ = attack.gradient(example, loss)
         example = attack.ball.step(point, gradient, stride)

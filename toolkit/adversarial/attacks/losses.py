@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit.adversarial._classes import check_classes
+
 __all__ = [
     "Loss",
     "class_index",
@@ -18,6 +20,7 @@ __all__ = [
     "margin_loss",
     "margin_slope",
     "targeted_dlr_loss",
+    "without_label",
 ]
 
 # Logits (N, C) and labels (N,) -> losses (N,).
@@ -47,7 +50,7 @@ def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
         tensor([-200.])
     """
     index = class_index(logits, labels)
-    return _without_label(logits, index).logsumexp(1) - logits.gather(1, index)[:, 0]
+    return _others(logits, index).logsumexp(1) - logits.gather(1, index)[:, 0]
 
 
 def difference_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -73,7 +76,7 @@ def difference_loss(logits: Tensor, labels: Tensor) -> Tensor:
         tensor([3.])
     """
     index = class_index(logits, labels)
-    return _without_label(logits, index).amax(1) - logits.gather(1, index)[:, 0]
+    return _others(logits, index).amax(1) - logits.gather(1, index)[:, 0]
 
 
 def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -143,27 +146,27 @@ def targeted_dlr_loss(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor
 def margin_slope(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the derivative of `margin_loss` by the logits: the softmax of the other classes, and -1 at the label."""
     index = class_index(logits, labels)
-    return _without_label(logits, index).softmax(1).scatter(1, index, -1.0)
+    return _others(logits, index).softmax(1).scatter(1, index, -1.0)
 
 
-def _without_label(logits: Tensor, index: Tensor) -> Tensor:
+def without_label(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the logits with minus infinity at the label."""
+    return _others(logits, class_index(logits, labels))
+
+
+def _others(logits: Tensor, index: Tensor) -> Tensor:
     return logits.scatter(1, index, -torch.inf)
 
 
 def class_index(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the labels as an index (N, 1) into the logits; raise if they cannot be one."""
-    for name, value, kind in (("logits", logits, "a tensor"), ("labels", labels, "a tensor of integers")):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"`{name}` should be {kind}. Found {type(value).__name__}.")
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"`logits` should be a tensor. Found {type(logits).__name__}.")
     if not logits.is_floating_point():
         raise TypeError(f"`logits` should be floating point. Found {logits.dtype}.")
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise ValueError(f"`logits` should have shape (N, C) with at least two classes. Found {tuple(logits.shape)}.")
-    if labels.shape != logits.shape[:1]:
-        raise ValueError(f"`labels` should have shape ({len(logits)},). Found {tuple(labels.shape)}.")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"`labels` should be integers. Found {labels.dtype}.")
-    return labels.long()[:, None]
+    return check_classes("labels", labels, len(logits)).long()[:, None]
 
 
 def _check_classes(logits: Tensor, least: int) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit._random import own_generator
-from toolkit.adversarial.attacks._setting import CommonOptions, Setting, differentiate, setting, untargeted
-from toolkit.adversarial.attacks.losses import class_index, difference_loss
+from toolkit.adversarial.attacks._setting import CommonOptions, Setting, setting, untargeted
+from toolkit.adversarial.attacks.losses import difference_loss, without_label
 from toolkit.adversarial.balls._rounding import follow
 from toolkit.adversarial.balls.box import by_row, draw
-from toolkit.blocks import no_graph, variable
+from toolkit.blocks import no_graph
 
 __all__ = ["linearised", "multi_target"]
 
@@ -157,8 +157,7 @@ def _search(
         at_once = integer("at_once", at_once)
     width = attack.stride(_WIDTH)
     logits = attack.logits(attack.x)
-    index = class_index(logits, attack.labels)
-    tried = logits.scatter(1, index, -torch.inf).topk(min(n_targets, logits.shape[1] - 1)).indices
+    tried = without_label(logits, attack.labels).topk(min(n_targets, logits.shape[1] - 1)).indices
     found = _Found(attack.x.clone(), difference_loss(logits, attack.labels))
     right = (~attack.succeeds(logits)).nonzero()[:, 0]
     for samples in (
@@ -169,10 +168,7 @@ def _search(
         for restart in range(1, restarts):
             pairs = pairs.rows((found.values[pairs.samples] <= 0).nonzero()[:, 0])
             if len(pairs.samples):
-                start = pairs.attack.x
-                if generator is not None and restart % 2 == 0:
-                    start = pairs.attack.ball.sample(generator)
-                _ascend(pairs, start, steps, found, generator)
+                _ascend(pairs, pairs.attack.start(None if restart % 2 else generator), steps, found, generator)
     return attack.ball.settle(found.examples)
 
 
@@ -230,12 +226,7 @@ class _Pairs:
 
     def gradient(self, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the point, the gradient of every margin by its own input, and the logits, as `Setting.gradient`."""
-        recorded = torch.is_grad_enabled()
-        point = variable(example)
-        with torch.enable_grad():
-            given, logits = self.attack.slopes_at(point)
-        gradient = differentiate(logits, given, self.slope, recorded=recorded)
-        return point, gradient, logits
+        return self.attack.gradient(example, slope=self.slope)
 
     def farthest(self) -> Tensor:
         """Return where the linearised margin is largest in ball and box."""

@@ -15,10 +15,9 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
 from toolkit.adversarial.attacks._hyperplane import inner, shortest_move
-from toolkit.adversarial.attacks._minimal import strength
 from toolkit.adversarial.attacks._setting import Pick, Setting, setting
 from toolkit.adversarial.attacks.deepfool import deepfool
-from toolkit.adversarial.attacks.losses import difference_loss
+from toolkit.adversarial.attacks.losses import difference_loss, without_label
 from toolkit.adversarial.balls import Bounds
 from toolkit.blocks import no_graph
 
@@ -124,7 +123,7 @@ def _target(attack: Setting) -> Tensor:
     """Return the class to move each sample to, (N,)."""
     if attack.targets is not None:
         return attack.targets.long()
-    return attack.logits(attack.x).scatter(1, attack.labels.long()[:, None], -torch.inf).argmax(1)
+    return without_label(attack.logits(attack.x), attack.labels).argmax(1)
 
 
 def _best_pair(part: Setting, here: Tensor, target: Tensor, theta: float) -> tuple[Tensor, Tensor]:
@@ -277,7 +276,7 @@ def one_pixel(
             part = attack.rows(rows.repeat_interleave(population))
             moved = _with_pixels(part, tried[rows].flatten(0, 1))
             logits = part.logits(moved)
-            value = strength(part, logits).view(len(rows), population).to(fitness.dtype)
+            value = part.strength(logits).view(len(rows), population).to(fitness.dtype)
             better = value > fitness[rows]
             genes[rows] = torch.where(better[:, :, None, None], tried[rows], genes[rows])
             before = fitness[rows].amax(1)

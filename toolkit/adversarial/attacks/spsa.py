@@ -13,7 +13,6 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
-from toolkit.adversarial.attacks._minimal import strength
 from toolkit.adversarial.attacks._setting import AttackOptions, Setting, setting
 from toolkit.adversarial.balls.box import wide
 
@@ -103,7 +102,7 @@ def _estimate(part: Setting, example: Tensor, signs: Tensor, delta: float) -> Te
     for some in signs.split(max(1, _AT_ONCE // (2 * len(example)))):
         points = torch.stack([example + delta * sign for sign in (*some, *-some)])
         index = torch.arange(len(example), device=example.device).repeat(len(points))
-        values = strength(part.rows(index), part.logits(points.flatten(0, 1))).view(len(points), -1)
+        values = part.rows(index).strength(part.logits(points.flatten(0, 1))).view(len(points), -1)
         difference = (values[: len(some)] - values[len(some) :]).to(total.dtype)
         total += torch.einsum("sn,s...->n...", difference, some.to(total.dtype))
     return (total / (2 * delta * len(signs))).nan_to_num(0.0)  # of logits that are NaN nothing is known

@@ -16,7 +16,6 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
 from toolkit.adversarial.attacks._hyperplane import ORDER, reach_together
-from toolkit.adversarial.attacks._minimal import strength
 from toolkit.adversarial.attacks._setting import AttackOptions, Setting, setting
 from toolkit.adversarial.balls import Norm, RoundRegion
 from toolkit.adversarial.balls._rounding import laid_out_as
@@ -87,13 +86,13 @@ def square(
     with setting(model, x, labels, **options) as attack:
         norm, shape = attack.threat.norm, _image_shape(attack.x)
         example, logits = attack.x.clone(), attack.logits(attack.x)
-        best, done = strength(attack, logits), attack.succeeds(logits)
+        best, done = attack.strength(logits), attack.succeeds(logits)
         for query in range(1, queries):
             if done.all():
                 break
             # For all samples, also those that are done.
             window = _window(proportion, query, queries, shape, norm)
-            drawn = _draw_start(attack.x, shape, generator) if query == 1 else _draw(attack.x, shape, generator)
+            drawn = _draw(attack.x, shape, generator, at_start=query == 1)
             alive = (~done).nonzero()[:, 0]
             part, here = attack.rows(alive), example[alive]
             if query == 1:
@@ -102,7 +101,7 @@ def square(
                 tried = _STEPS[norm](part, here, drawn[alive], shape, window)
             tried = part.ball.settle(tried)
             logits = part.logits(tried)
-            value, success = strength(part, logits), part.succeeds(logits)
+            value, success = part.strength(logits), part.succeeds(logits)
             # The start is kept in any case: the clean input is not on the sphere that is searched.
             better = success | (value > best[alive]) | (query == 1)
             example = example.index_copy(0, alive, by_row(better, tried, here))
@@ -135,16 +134,10 @@ def _window(proportion: float, query: int, queries: int, shape: tuple[int, int, 
     return min(side, height), min(side, width)
 
 
-def _draw(x: Tensor, shape: tuple[int, int, int], generator: torch.Generator) -> Tensor:
-    """Return the random numbers of a step, (N, 5 + C), uniform in 0 to 1: for two positions, a turn, and signs."""
-    drawn = torch.rand(len(x), 5 + shape[0], generator=generator, dtype=torch.float64, device=generator.device)
-    return drawn.to(x.device)
-
-
-def _draw_start(x: Tensor, shape: tuple[int, int, int], generator: torch.Generator) -> Tensor:
-    """Return uniform numbers for the start, (N, C, H, W)."""
-    drawn = torch.rand(len(x), *shape, generator=generator, dtype=torch.float32, device=generator.device)
-    return drawn.to(x.device)
+def _draw(x: Tensor, shape: tuple[int, int, int], generator: torch.Generator, *, at_start: bool) -> Tensor:
+    """Return uniform numbers: (N, C, H, W) for the start; (N, 5 + C) for a step's two positions, turn and signs."""
+    size, dtype = (shape, torch.float32) if at_start else ((5 + shape[0],), torch.float64)
+    return torch.rand(len(x), *size, generator=generator, dtype=dtype, device=generator.device).to(x.device)
 
 
 def _start(part: Setting, drawn: Tensor, shape: tuple[int, int, int], norm: Norm) -> Tensor:

@@ -76,9 +76,7 @@ def mi_fgsm(
     momentum = number("momentum", momentum, least=0)
     draws = own_generator(generator) if starts_at_random(random_start, generator) else None
     with setting(model, x, labels, **options) as attack:
-        start = attack.x.clone() if draws is None else attack.ball.sample(draws)
-        stride = attack.stride(1 / steps, step_size)
-        return _ascend(attack, lambda example, _: attack.gradient(example, loss)[:2], steps, momentum, stride, start)
+        return _ascend(attack, lambda example, _: attack.gradient(example, loss)[:2], steps, step_size, momentum, draws)
 
 
 def ni_fgsm(
@@ -130,7 +128,7 @@ def ni_fgsm(
             _, gradient, _ = attack.gradient(example + momentum * heading[:1].numel() * stride * heading)
             return example, gradient
 
-        return _ascend(attack, ahead, steps, momentum, stride, attack.x.clone())
+        return _ascend(attack, ahead, steps, step_size, momentum)
 
 
 def di_fgsm(
@@ -192,7 +190,7 @@ def di_fgsm(
             varied = replace(attack, slopes=lambda x: attack.slopes(_shrunk(x, resize, drawn)))
             return (varied if drawn[0] < probability else attack).gradient(example)[:2]
 
-        return _ascend(attack, diverse, steps, momentum, attack.stride(1 / steps, step_size), attack.x.clone())
+        return _ascend(attack, diverse, steps, step_size, momentum)
 
 
 def ti_fgsm(
@@ -253,7 +251,7 @@ def ti_fgsm(
             blurred = F.conv2d(gradient, weight, padding=kernel // 2, groups=gradient.shape[1])
             return point, blurred
 
-        return _ascend(attack, blurred, steps, momentum, attack.stride(1 / steps, step_size), attack.x.clone())
+        return _ascend(attack, blurred, steps, step_size, momentum)
 
 
 def vmi_fgsm(
@@ -319,10 +317,18 @@ def vmi_fgsm(
             corrected, correction = gradient + correction, nearby / neighbours - gradient
             return point, corrected
 
-        return _ascend(attack, tuned, steps, momentum, attack.stride(1 / steps, step_size), attack.x.clone())
+        return _ascend(attack, tuned, steps, step_size, momentum)
 
 
-def _ascend(attack: Setting, slope: _Slope, steps: int, momentum: float, stride: Tensor, example: Tensor) -> Tensor:
+def _ascend(
+    attack: Setting,
+    slope: _Slope,
+    steps: int,
+    step_size: float | Tensor | None,
+    momentum: float,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    stride, example = attack.stride(1 / steps, step_size), attack.start(generator)
     heading = torch.zeros_like(example)
     for _ in range(steps):
         point, gradient = slope(example, heading)

@@ -5,7 +5,9 @@ R cases, D inputs, M units of a layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,33 +57,12 @@ class Cases:
 
     def rows(self, index: Tensor | slice) -> Cases:
         """Return the selected cases."""
-        return Cases(
-            self.margin[index],
-            self.objective[index],
-            self.constant[index],
-            self.ball.rows(index),
-            [Interval(lower[index], upper[index]) for lower, upper in self.hidden],
-            [sign[index] for sign in self.signs],
-            [slope[index] for slope in self.slopes],
-            [price[index] for price in self.prices],
-            self.bound[index],
-        )
+        return Cases(*(_mapped(lambda part: part[index], getattr(self, field.name)) for field in fields(self)))
 
     def and_also(self, other: Cases) -> Cases:
         """Return the concatenation of both sets of cases."""
-        sides = zip(self.ball[1:], other.ball[1:], strict=True)
-        bounds = zip(self.hidden, other.hidden, strict=True)
-        return Cases(
-            torch.cat([self.margin, other.margin]),
-            torch.cat([self.objective, other.objective]),
-            torch.cat([self.constant, other.constant]),
-            BallAndBox(self.ball.norm, *(torch.cat(side) for side in sides)),
-            [Interval(torch.cat([a.lower, b.lower]), torch.cat([a.upper, b.upper])) for a, b in bounds],
-            _joined(self.signs, other.signs),
-            _joined(self.slopes, other.slopes),
-            _joined(self.prices, other.prices),
-            torch.cat([self.bound, other.bound]),
-        )
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return Cases(*(_mapped(lambda *parts: torch.cat(parts), *pair) for pair in pairs))
 
     def relaxations(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return the lines around each rectifier; under an assumption both lines are the rectifier itself."""
@@ -91,8 +72,14 @@ class Cases:
         return found
 
 
-def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    return [torch.cat(pair) for pair in zip(first, second, strict=True)]
+def _mapped(function: Callable[..., Tensor], *values: Any) -> Any:
+    """Return values of one form, with a function of their tensors in the place of each tensor."""
+    first = values[0]
+    if isinstance(first, list):
+        return [_mapped(function, *parts) for parts in zip(*values, strict=True)]
+    if isinstance(first, tuple):
+        return type(first)(*(_mapped(function, *parts) for parts in zip(*values, strict=True)))
+    return function(*values) if isinstance(first, Tensor) else first
 
 
 def optimise(cases: Cases, chain: list[Affine], steps: int, errors: list[float]) -> tuple[Cases, Tensor, list[Tensor]]:

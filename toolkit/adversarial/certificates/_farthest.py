@@ -78,18 +78,17 @@ def ball_and_box(
     norm: str,
     bounds: Bounds,
     mask: Tensor | None,
-    dtype: torch.dtype,
-    norms: tuple[str, ...],
+    dtype: torch.dtype = torch.float64,
 ) -> BallAndBox:
     """Return the displacements within `epsilon` of `x` that stay inside of `bounds`, 0 where `mask` is False.
 
     Raises:
         TypeError: If `x` is not floating point, or `mask` not Boolean.
-        ValueError: If `x` is not a batch, `norm` is not in `norms`, `epsilon` is negative or not finite, `x` is outside
+        ValueError: If `x` is not a batch, `norm` is unknown, `epsilon` is negative or not finite, `x` is outside
             of `bounds`, or `mask` does not broadcast to `x`.
     """
     check_inputs("x", x)
-    choice("norm", norm, norms)
+    choice("norm", norm, FARTHEST)
     with no_graph():
         start = x.to(dtype)
         box(x, bounds)  # checks in the dtype of x: there 0.1 may be a little more than 0.1, and is still inside

@@ -20,7 +20,6 @@ __all__ = [
     "affine_chain",
     "check_logits",
     "is_affine",
-    "is_monotone",
     "is_reshaping",
     "plain_layers",
     "roundings_of",
@@ -117,11 +116,6 @@ def is_affine(layer: nn.Module) -> bool:
 def is_reshaping(layer: nn.Module) -> bool:
     """Return whether a layer only changes the shape."""
     return type(layer) in _RESHAPING
-
-
-def is_monotone(layer: nn.Module) -> bool:
-    """Return whether every output is nondecreasing in every input."""
-    return type(layer) in _MONOTONE
 
 
 def run_affine(

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.adversarial._classes import check_classes
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls.box import check_inputs
-from toolkit.adversarial.certificates._arguments import class_labels
-from toolkit.adversarial.certificates._farthest import FARTHEST, BallAndBox, ball_and_box
+from toolkit.adversarial.certificates._farthest import BallAndBox, ball_and_box
 from toolkit.adversarial.certificates._layers import (
     affine_chain,
     check_logits,
@@ -124,7 +124,7 @@ def interval_loss(
         '0.6931'
     """
     check_inputs("x", x)
-    ball = ball_and_box(x, epsilon, "linf", bounds, mask, x.dtype, ("linf",))
+    ball = ball_and_box(x, epsilon, "linf", bounds, mask, x.dtype)
     margins, index = _interval_margins(model, x.shape, labels, ball)
     return F.cross_entropy(-margins, index)  # the margin of the label itself is 0
 
@@ -148,10 +148,8 @@ def certify_interval(
         arithmetic.
 
     Raises:
-        TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
-            `mask` is not Boolean.
-        ValueError: If shapes do not fit, a label is not a class, `epsilon` is negative or not finite, or `x` lies
-            outside of `bounds`.
+        TypeError: As in `interval_loss`.
+        ValueError: As in `interval_loss`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -160,7 +158,7 @@ def certify_interval(
         tensor([3.5000], dtype=torch.float64)
     """
     with no_graph():
-        ball = ball_and_box(x, epsilon, "linf", bounds, mask, torch.float64, ("linf",))
+        ball = ball_and_box(x, epsilon, "linf", bounds, mask)
         margins, index = _interval_margins(model, x.shape, labels, ball, outward=True)
         return margins.scatter(1, index[:, None], torch.inf).amin(1)
 
@@ -218,26 +216,16 @@ def certify_crown(
     """Return a lower bound of the worst-case margin, by linear relaxation (CROWN).
 
     A sample with a positive result is certified; the others are undecided. The resulting linear function of the inputs
-    is minimised exactly on the intersection of ball and box, in every norm. Computed in float64.
-
-    Args:
-        model: As in `crown_bounds`, from inputs (N, ...) to logits (N, C).
-        x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,), integers of any width.
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
+    is minimised exactly on the intersection of ball and box, in every norm: ``"linf"``, ``"l2"`` or ``"l1"``. Computed
+    in float64. The model is as in `crown_bounds`; the other arguments are those of `interval_loss`.
 
     Returns:
         (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j`` in exact
         arithmetic; equal to it, but for rounding, for a model without activations.
 
     Raises:
-        TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
-            `mask` is not Boolean.
-        ValueError: If `norm` is unknown, shapes do not fit, a label is not a class, `epsilon` is negative or not
-            finite, or `x` lies outside of `bounds`.
+        TypeError: As in `interval_loss`.
+        ValueError: As in `interval_loss`, or if `norm` is unknown.
 
     References:
         Zhang, Weng, Chen, Hsieh and Daniel, "Efficient neural network robustness certification with general activation
@@ -250,7 +238,7 @@ def certify_crown(
         tensor([4.5000], dtype=torch.float64)
     """
     with no_graph():
-        ball = ball_and_box(x, epsilon, norm, bounds, mask, torch.float64, tuple(FARTHEST))
+        ball = ball_and_box(x, epsilon, norm, bounds, mask)
         chain = affine_chain(model, x, torch.float64)
         *rectified, last = chain
         index = model_labels(labels, x, len(last.bias))
@@ -281,7 +269,7 @@ def model_labels(labels: Tensor, x: Tensor, n_classes: int) -> Tensor:
     """Return the labels as an index; raise if they, or the number of logits of the model, do not fit."""
     if n_classes < 2:
         raise ValueError(f"`model` should return at least two logits. Found {n_classes}.")
-    return class_labels(labels, x, n_classes)
+    return check_classes("labels", labels, len(x), n_classes).long()
 
 
 def _check_interval(lower: Tensor, upper: Tensor) -> None:

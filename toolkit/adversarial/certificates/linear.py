@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit._tensors import shape_of, tensors
+from toolkit.adversarial._classes import check_classes
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls.box import check_inputs
-from toolkit.adversarial.certificates._arguments import class_labels
-from toolkit.adversarial.certificates._farthest import FARTHEST, ball_and_box, least_rate
+from toolkit.adversarial.certificates._farthest import ball_and_box, least_rate
 from toolkit.blocks import no_graph
 
 __all__ = ["certify_linear", "distance_linear", "robust_loss_linear"]
@@ -72,7 +72,7 @@ def certify_linear(
         tensor([4.5000], dtype=torch.float64)
     """
     weight, bias, labels = _check_classifier(weight, bias, x, labels)
-    ball = ball_and_box(x, epsilon, norm, bounds, mask, torch.float64, tuple(FARTHEST))
+    ball = ball_and_box(x, epsilon, norm, bounds, mask)
     margins = []
     for other in range(len(weight)):
         towards = weight[other] - weight[labels]
@@ -97,17 +97,8 @@ def robust_loss_linear(
 
     ``E max_{x' in ball(x)} L(x') = E softplus(-margin)`` with the worst-case margin of `certify_linear`, because with
     two classes the cross entropy falls as the margin grows. Its gradient in `weight` and `bias` is Danskin's. With more
-    classes the maximum of the cross entropy has no closed form; the margins of `certify_linear` are still exact.
-
-    Args:
-        weight: (2, D).
-        bias: (2,) or None.
-        x: Clean inputs, (N, D), inside of `bounds`.
-        labels: (N,), 0 or 1, integers of any width.
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
+    classes the maximum of the cross entropy has no closed form; the margins of `certify_linear` are still exact. The
+    arguments are those of `certify_linear`, with a `weight` (2, D).
 
     Returns:
         A scalar, float64, in nats per sample.
@@ -149,24 +140,16 @@ def distance_linear(
     ``(z_y - z_j) / |w_j - w_y|_*`` with the dual norm. With a box, the gain at length t is ``sum_i min(t |u_i|,
     |u_i| r_i)`` in Linf and, for ``d = clip(t u)``, ``sum_i min(t u_i^2, |u_i| r_i)`` in L2, with ``u = w_j - w_y`` and
     the room r in the direction of u; both are piecewise linear and are solved on the right piece. In L1 the steepest
-    coordinates go first. With the result as epsilon, `certify_linear` returns 0.
-
-    Args:
-        weight: (C, D).
-        bias: (C,) or None.
-        x: Clean inputs, (N, D), inside of `bounds`.
-        labels: (N,), integers of any width.
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
+    coordinates go first. With the result as epsilon, `certify_linear` returns 0. The arguments are those of
+    `certify_linear`.
 
     Returns:
         (N,), float64. Zero where the classifier errs at `x` or is undecided; infinite where it is correct on the whole
         box.
 
     Raises:
-        TypeError: If `x` is not floating point, `labels` are not integers, or `mask` is not Boolean.
-        ValueError: If `norm` is unknown, shapes do not fit, a label is not a class, or `x` lies outside of `bounds`.
+        TypeError: As in `certify_linear`.
+        ValueError: As in `certify_linear`.
 
     References:
         Without a box: Moosavi-Dezfooli, Fawzi and Frossard, "DeepFool: a simple and accurate method to fool deep
@@ -178,7 +161,7 @@ def distance_linear(
         tensor([1.4000], dtype=torch.float64)
     """
     weight, bias, labels = _check_classifier(weight, bias, x, labels)
-    ball = ball_and_box(x, 0.0, norm, bounds, mask, torch.float64, tuple(FARTHEST))
+    ball = ball_and_box(x, 0.0, norm, bounds, mask)
     with no_graph():
         logits = ball.start @ weight.T + bias
         distances = []
@@ -235,7 +218,7 @@ def _check_classifier(weight: Tensor, bias: Tensor | None, x: Tensor, labels: Te
     check_inputs("x", x)
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"`x` should have shape (N, {weight.shape[1]}). Found {tuple(x.shape)}.")
-    index = class_labels(labels, x, len(weight))
+    index = check_classes("labels", labels, len(x), len(weight)).long()
     weight = weight.double()
     return weight, weight.new_zeros(len(weight)) if bias is None else bias.double(), index
 

@@ -144,7 +144,7 @@ def verify_relu(
     tolerance = number("tolerance", tolerance, above=0)
     time_limit = None if time_limit is None else number("time_limit", time_limit, above=0, infinite=True)
     with no_graph():
-        ball = ball_and_box(x, epsilon, norm, bounds, mask, torch.float64, ("linf", "l2", "l1"))
+        ball = ball_and_box(x, epsilon, norm, bounds, mask)
         chain = affine_chain(model, x, torch.float64)
         labels = model_labels(labels, x, len(chain[-1].bias))
         judge = copy.deepcopy(model).double().eval()

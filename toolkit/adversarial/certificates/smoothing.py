@@ -5,7 +5,7 @@ N samples, each of shape (...), C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +129,8 @@ def _votes(
 ) -> Tensor:
     """Return the number of predictions of each class at ``row + sigma * noise``, (C,)."""
     votes: Tensor | None = None
-    for size in _batches(samples, batch_size):
+    for begin in range(0, samples, batch_size):
+        size = min(batch_size, samples - begin)
         # Drawn on the generator's device, so that a seed means the same on every device.
         dtype = torch.promote_types(row.dtype, torch.float32)
         noise = torch.randn(size, *row.shape, generator=generator, device=generator.device, dtype=dtype)
@@ -142,8 +143,3 @@ def _votes(
         votes = counted if votes is None else votes + counted
     assert votes is not None
     return votes
-
-
-def _batches(samples: int, batch_size: int) -> Iterator[int]:
-    for begin in range(0, samples, batch_size):
-        yield min(batch_size, samples - begin)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit._checks import number
-from toolkit.adversarial.attacks.losses import class_index, margin_loss
+from toolkit.adversarial.attacks.losses import margin_loss, without_label
 from toolkit.adversarial.training._terms import (
     Attack,
     Model,
@@ -79,6 +79,6 @@ def boosted_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     References:
         Wang et al., "Improving adversarial robustness requires revisiting misclassified examples", 2020, section 3.
     """
-    best_other = logits.scatter(1, class_index(logits, labels), -torch.inf).argmax(1)
+    best_other = without_label(logits, labels).argmax(1)
     # 1 - p_k is the sigmoid of the margin of k.
     return cross_entropy(logits, labels) - F.logsigmoid(margin_loss(logits, best_other))

@@ -176,7 +176,7 @@ def linearity_pgd(
         stride = attack.stride(2.5 / steps, step_size)
         _, slope, logits = attack.gradient(attack.x, cross_entropy)
         clean = cross_entropy(logits, attack.labels)
-        example = start_near(attack, attack.stride(1e-3), None) if draws is None else attack.ball.sample(draws)
+        example = start_near(attack, attack.stride(1e-3), None) if draws is None else attack.start(draws)
         for _ in range(steps):
             point, gradient, logits = attack.gradient(example, cross_entropy)
             along = ((point - attack.x) * slope).sum(features(point))

@@ -14,6 +14,7 @@ from toolkit._checks import integer, number
 from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks._setting import EXAMPLE, GradientOptions, setting
+from toolkit.adversarial.attacks.gradient import ascend
 from toolkit.adversarial.attacks.losses import Loss
 from toolkit.adversarial.training._terms import (
     Attack,
@@ -184,10 +185,7 @@ def nearby_pgd(
     with setting(model, x, labels, **options) as attack:
         stride = attack.stride(2.5 / steps, step_size)
         example = start_near(attack, attack.stride(value=start, name="start"), draws)
-        for _ in range(steps):
-            point, gradient, _ = attack.gradient(example, loss)
-            example = attack.ball.step(point, gradient, stride)
-        return attack.ball.settle(example)
+        return attack.ball.settle(ascend(attack, example, loss, steps, stride))
 
 
 def _logits(model: Model, x: Tensor, labels: Tensor, attack: Attack) -> tuple[Tensor, Tensor]:
