@@ -326,6 +326,18 @@ def test_equal_settings_are_equal_methods() -> None:
     assert repr(AWP(PGD(steps=3))).startswith("AWP(method=PGD(steps=3")
 
 
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"standard"}))
+@pytest.mark.parametrize(("ball", "found"), [(None, "NoneType"), ({"norm": "l2"}, "no `epsilon`")])
+def test_ball_of_a_method_is_a_mapping_with_a_radius(name, ball, found):
+    model, x, labels = nn.Linear(3, 2), torch.rand(2, 3), torch.tensor([0, 1])
+    with pytest.raises(
+        TypeError, match=f"`ball` should be a mapping with `epsilon`, `norm` and `bounds`. Found {found}"
+    ):
+        METHODS[name]().step(
+            model, x, labels, ball=ball, generator=torch.Generator(), update=lambda loss: None, state={}
+        )
+
+
 @pytest.mark.parametrize("method", [Free(), AWP()], ids=["free", "awp"])
 def test_weights_are_perturbed_around_a_loss(method: Method) -> None:
     with pytest.raises(TypeError, match="`method` should be one with a loss of its own"):

@@ -6,6 +6,7 @@ asked of every attack.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from toolkit import adversarial as adv
 from toolkit.adversarial import (
     EXAMPLE,
     METHODS,
@@ -521,9 +523,37 @@ def test_model_without_a_gradient_is_left_to_queries(batch: tuple[Tensor, Tensor
         pgd(opaque, x, labels, epsilon=0.1)
 
 
-def test_ball_as_wide_as_the_box_is_remarked_on(batch: tuple[Tensor, Tensor]) -> None:
-    with pytest.warns(UserWarning, match="less than the box is wide, 1. Found 8"):
-        evaluate_robustness(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), *batch, epsilon=8)
+WIDE = {
+    "pgd": lambda model, x, labels: pgd(model, x, labels, epsilon=8),
+    "a ball": lambda model, x, labels: fgsm(model, x, labels, ball=adv.Ball(torch.tensor([8, 9.0, 8, 8, 8]))),
+    "minimal": lambda model, x, labels: adv.fab(model, x, labels, epsilon=8, steps=1),
+    "ensemble": lambda model, x, labels: evaluate_robustness(model, x, labels, epsilon=8),
+    "certify_crown": lambda model, x, labels: adv.certify_crown(model, x, labels, epsilon=8),
+    "interval_loss": lambda model, x, labels: adv.interval_loss(model, x, labels, epsilon=8),
+    "free_loss": lambda model, x, labels: adv.free_loss(model, x, labels, perturbation=0 * x, epsilon=8),
+    "loss of a method": lambda model, x, labels: adv.PGD(steps=2).loss(
+        model, x, labels, ball={"epsilon": 8, "norm": "linf", "bounds": (0, 1)}, generator=torch.Generator()
+    ),
+    "train": lambda model, x, labels: adv.train(
+        model, x, labels, method="pgd", epsilon=8, epochs=2, generator=torch.Generator(), evaluate=(x, labels)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", WIDE.values(), ids=WIDE)
+def test_ball_as_wide_as_the_box_is_remarked_on_once_where_it_is_used(call, batch: tuple[Tensor, Tensor]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), *batch)
+    found = [warning for warning in caught if "less than the box is wide, 1. Found 8" in str(warning.message)]
+    assert [warning.filename for warning in found] == [__file__]
+
+
+def test_whole_box_and_narrow_balls_in_any_units_pass_without_a_remark(batch: tuple[Tensor, Tensor]) -> None:
+    model, (x, labels) = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), batch
+    for options in ({"epsilon": 8, "bounds": (0, 255)}, {"epsilon": 8, "bounds": None}, {"epsilon": 0.99}):
+        pgd(model, x, labels, steps=1, **options)
+    adv.deepfool(model, x, labels, steps=1)
 
 
 WRONG = {

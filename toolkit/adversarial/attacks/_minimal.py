@@ -19,7 +19,7 @@ from toolkit.adversarial.attacks._setting import AttackOptions, Pick, Setting, d
 from toolkit.adversarial.attacks.losses import without_label
 from toolkit.adversarial.balls import BallOptions, Norm, Region, ball_of, per_sample
 from toolkit.adversarial.balls._rounding import laid_out_as
-from toolkit.adversarial.balls.box import by_row, column, norm_of, wide
+from toolkit.adversarial.balls.box import by_row, column, norm_of, wide, width_remarked_on
 from toolkit.blocks import no_graph, variable
 
 __all__ = ["MinimalOptions", "Nearest", "Planes", "Search", "check_only_l2", "minimal_search"]
@@ -314,7 +314,11 @@ def minimal_search(
     if "ball" not in options:
         options = {"epsilon": None, "norm": default_norm, **options}
     threat = ball_of(**options)
-    with setting(model, x, labels, targets=targets, logits=logits, ball=replace(threat, epsilon=None)) as attack:
+    box = replace(threat, epsilon=None)
+    with (
+        width_remarked_on(threat.epsilon, threat.norm, threat.bounds),
+        setting(model, x, labels, targets=targets, logits=logits, ball=box) as attack,
+    ):
         radius = torch.full(attack.x.shape[:1], torch.inf, dtype=torch.float64, device=attack.x.device)
         if threat.epsilon is not None:
             sizes = per_sample("epsilon", threat.epsilon, attack.x, by_feature=threat.has_features)

@@ -19,7 +19,7 @@ from toolkit.adversarial._classes import check_classes
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks.losses import Loss, difference_loss, margin_slope
 from toolkit.adversarial.balls import Ball, BallOptions, Region, ball_of, per_sample
-from toolkit.adversarial.balls.box import wide
+from toolkit.adversarial.balls.box import wide, width_remarked_on
 from toolkit.blocks import block, no_graph, ordinary_tensors, stop_recording, variable
 
 __all__ = [
@@ -271,7 +271,8 @@ def setting(
     """
     function("model", model)
     threat = ball_of(**ball)
-    with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
+    wide_ball = width_remarked_on(threat.epsilon, threat.norm, threat.bounds)
+    with wide_ball, ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
         x, labels, targets = (_ordinary(tensor) for tensor in (x, labels, targets))
         region = threat.around(x)
         labels = _answers(picked(model, logits), x) if labels is None else labels

@@ -5,11 +5,10 @@ N samples, each of shape (...), C classes.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
+from toolkit.adversarial._warnings import warn
 from toolkit.adversarial.attacks._setting import NoGradientError, Setting
 from toolkit.adversarial.attacks.expectation import EOT
 
@@ -29,7 +28,7 @@ def warn_of_unsuited_models(attack: Setting, logits: Tensor) -> None:
         return
     for problem in (_random(attack, logits), _mixed(attack, logits), _normalised(logits), _flat(attack)):
         if problem is not None:
-            warnings.warn(problem, stacklevel=4)
+            warn(problem)
             break
 
 

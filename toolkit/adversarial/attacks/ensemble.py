@@ -35,7 +35,7 @@ from toolkit.adversarial.attacks.multi_target import linearised, multi_target
 from toolkit.adversarial.attacks.square import square
 from toolkit.adversarial.balls import Ball, BallFields
 from toolkit.adversarial.balls._rounding import laid_out_as
-from toolkit.adversarial.balls.box import sizes_of, warn_of_a_radius_as_wide_as_the_box
+from toolkit.adversarial.balls.box import sizes_of
 
 __all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy", "robustness_curve", "standard_attacks"]
 
@@ -192,9 +192,6 @@ def evaluate_robustness(
         setting(model, x, labels, **untargeted(options)) as whole,
         Progress(verbose=verbose, interval=1, callback=None) as progress,
     ):
-        threat = whole.threat
-        if len(whole.x) and threat.epsilon is not None:
-            warn_of_a_radius_as_wide_as_the_box(threat.epsilon, threat.norm, threat.bounds)
         parts = [
             _Standing(whole.rows(rows), draws)
             for rows in torch.arange(len(whole.x), device=whole.x.device).split(batch_size)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from toolkit.adversarial._warnings import warn
 from toolkit.adversarial.balls._rounding import round_inward
 from toolkit.blocks import no_graph
 
@@ -27,10 +29,11 @@ __all__ = [
     "free",
     "norm_of",
     "per_sample",
+    "remark_on_width",
     "sizes_of",
     "sum_of",
-    "warn_of_a_radius_as_wide_as_the_box",
     "wide",
+    "width_remarked_on",
 ]
 
 Bounds = tuple[float | Tensor, float | Tensor] | None
@@ -196,17 +199,33 @@ def sum_of(tensor: Tensor) -> Tensor:
     return tensor.sum(features(tensor), keepdim=True)
 
 
-def warn_of_a_radius_as_wide_as_the_box(epsilon: float | Tensor, norm: str, bounds: Bounds) -> None:
-    """Warn the caller's caller if a ball in Linf is as wide as its box, as with a radius of 8 for pixels in [0, 1]."""
-    if norm == "linf" and bounds is not None:
-        least, most = (torch.as_tensor(side).double() for side in bounds)
-        width, smallest = float(most.max() - least.min()), torch.as_tensor(epsilon).min()
-        if smallest >= width:
-            warnings.warn(
-                f"`epsilon` should be less than the box is wide, {width:g}. Found {smallest:g}, "
-                "with which everything in the box is allowed. Are the pixels on another scale?",
-                stacklevel=3,
-            )
+_REMARKED: ContextVar[bool] = ContextVar("_REMARKED", default=False)
+
+
+def remark_on_width(epsilon: float | Tensor | None, norm: str, bounds: object) -> bool:
+    """Warn if a ball in Linf is as wide as its box, as with radius 8 for pixels in [0, 1]; return whether it is."""
+    if epsilon is None or norm != "linf" or not (isinstance(bounds, tuple | list) and len(bounds) == 2):
+        return False
+    least, most = (torch.as_tensor(side).double() for side in bounds)
+    width, sizes = float(most.max() - least.min()), sizes_of("epsilon", epsilon)
+    if not (sizes.numel() and sizes.min() >= width > 0):
+        return False
+    if not _REMARKED.get():
+        warn(
+            f"`epsilon` should be less than the box is wide, {width:g}. Found {sizes.min().item():g}, "
+            "with which everything in the box is allowed. Are the pixels on another scale?"
+        )
+    return True
+
+
+@contextmanager
+def width_remarked_on(epsilon: float | Tensor | None, norm: str, bounds: object) -> Iterator[None]:
+    """Warn as `remark_on_width`, once for all balls inside."""
+    token = _REMARKED.set(remark_on_width(epsilon, norm, bounds) or _REMARKED.get())
+    try:
+        yield
+    finally:
+        _REMARKED.reset(token)
 
 
 def _in_words(bound: Tensor) -> str:

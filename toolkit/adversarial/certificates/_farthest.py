@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit._checks import choice
 from toolkit.adversarial.balls import Bounds, box, per_sample
 from toolkit.adversarial.balls._rounding import add_inward, shrink
-from toolkit.adversarial.balls.box import check_inputs, free
+from toolkit.adversarial.balls.box import check_inputs, free, remark_on_width
 from toolkit.blocks import no_graph
 
 __all__ = ["FARTHEST", "BallAndBox", "ball_and_box", "least_rate"]
@@ -98,6 +98,7 @@ def ball_and_box(
         if change is not None:
             lower, upper = torch.where(change > 0, lower, start), torch.where(change > 0, upper, start)
         radius = per_sample("epsilon", epsilon, x).reshape(-1, 1).to(dtype)
+        remark_on_width(epsilon, norm, bounds)
         flat = start.flatten(1)
         return BallAndBox(norm, flat, radius, lower.flatten(1) - flat, upper.flatten(1) - flat)
 

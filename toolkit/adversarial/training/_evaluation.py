@@ -5,13 +5,9 @@ N samples, each of shape (...).
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +15,14 @@ from torch.distributed import ProcessGroup
 
 from toolkit._distributed import exchange, gather, rank_of, scatter, together, world_of
 from toolkit.adversarial._untouched import untouched
+from toolkit.adversarial._warnings import warn
 from toolkit.adversarial.attacks.gradient import fgsm, pgd
 from toolkit.adversarial.training._batches import as_input
 from toolkit.adversarial.training._terms import Attack
 from toolkit.adversarial.training.methods import BallArguments
 from toolkit.blocks import no_graph
 
-__all__ = ["CatastrophicOverfittingWarning", "Collapse", "HeldOut", "Score", "scores_of", "warn"]
+__all__ = ["CatastrophicOverfittingWarning", "Collapse", "HeldOut", "Score", "scores_of", "warn_of_collapse"]
 
 Score = Callable[[nn.Module], Mapping[str, float]]
 
@@ -126,26 +123,14 @@ class Collapse:
         return self.found
 
 
-def warn(epoch: int, scores: Mapping[str, float], best: float) -> None:
-    """Warn of catastrophic overfitting, at the line that called the library."""
-    warnings.warn(
+def warn_of_collapse(epoch: int, scores: Mapping[str, float], best: float) -> None:
+    """Warn of catastrophic overfitting."""
+    warn(
         CatastrophicOverfittingWarning(
             f"Catastrophic overfitting by epoch {epoch}: held-out accuracy is {scores['fgsm']:.2f} under FGSM, and "
             f"under PGD {scores['robust']:.2f}, down from {best:.2f}. The model is robust to a single step alone. "
             "Train with several steps ('pgd', 'trades'), with a random start ('rs_fgsm'), with a penalty on curvature "
             "('cure'), or with a smaller epsilon; `keep='best'` returns the parameters before the collapse.",
             epoch=epoch,
-        ),
-        stacklevel=_lines_above(),
+        )
     )
-
-
-_HERE = str(Path(__file__).parents[2]) + os.sep
-
-
-def _lines_above() -> int:
-    """Return the number of calls between `warn` and the code that called this library."""
-    level, frame = 0, sys._getframe(1)
-    while frame.f_back is not None and os.path.normcase(frame.f_code.co_filename).startswith(os.path.normcase(_HERE)):
-        level, frame = level + 1, frame.f_back
-    return level + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, all_reduce
 
 from toolkit._distributed import from_first_rank, world_of
+from toolkit.adversarial._warnings import warn
 from toolkit.blocks import no_graph
 
 __all__ = [
@@ -100,10 +100,9 @@ def warn_of_local_statistics(model: nn.Module, group: ProcessGroup | None) -> No
         return
     norms = nn.modules.batchnorm._BatchNorm
     if any(isinstance(m, norms) and m.training and not isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
-        warnings.warn(
+        warn(
             "Batch normalisation sees the rows of its rank alone, so that ranks do not train quite as one process "
-            "would. On GPUs `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` makes it see all rows.",
-            stacklevel=3,
+            "would. On GPUs `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` makes it see all rows."
         )
 
 

@@ -19,7 +19,7 @@ from toolkit._progress import Progress
 from toolkit._run import Course, Run, global_generator, seed_of, with_prefix
 from toolkit.adversarial.training._arguments import Plan
 from toolkit.adversarial.training._batches import Batches, Part
-from toolkit.adversarial.training._evaluation import Collapse, Score, scores_of, warn
+from toolkit.adversarial.training._evaluation import Collapse, Score, scores_of, warn_of_collapse
 from toolkit.adversarial.training._labels import LabelCheck
 from toolkit.adversarial.training._model import average_statistics, infinite_buffers, named
 from toolkit.adversarial.training._optimizers import Descent
@@ -201,7 +201,7 @@ class Training(Run[tuple[Part, int]]):
             raise ValueError(f"`evaluate` should return a score called 'robust'. Found {sorted(scores)}.")
         before = self.collapse.best.get("robust", 0.0)
         if self.collapse.look(scores):
-            warn(self.epoch, scores, before)
+            warn_of_collapse(self.epoch, scores, before)
         self.stopped = self.plan.patience is not None and self.waited >= self.plan.patience
 
     @contextmanager

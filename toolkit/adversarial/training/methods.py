@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ class FGSM(_Attacked):
 
     def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
         """Return the attack that is trained against."""
-        return partial(fgsm, **ball)
+        return partial(fgsm, **_checked(ball))
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class RSFGSM(_Attacked):
 
     def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
         """Return the attack that is trained against."""
-        return partial(rs_fgsm, **ball, step_size=times(self.step_size, ball["epsilon"]), generator=generator)
+        return partial(rs_fgsm, **_checked(ball), step_size=times(self.step_size, ball["epsilon"]), generator=generator)
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class VAT(Method):
         direction: Direction = vat_direction
         if self.iterations is not None:
             direction = partial(power_direction, iterations=self.iterations, xi=self.xi, generator=generator)
-        return virtual_example(model, x, **ball, direction=direction)
+        return virtual_example(model, x, **_checked(ball), direction=direction)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return the cross entropy of the labelled samples, and the smoothness of all at given examples."""
@@ -373,7 +373,8 @@ class CURE(Method):
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `cure_loss`, which finds its own direction; `example` is not used."""
-        return cure_loss(model, x, labels, h=times(self.h, ball["epsilon"]), weight=self.weight, norm=ball["norm"])
+        norm = _checked(ball).get("norm", "linf")
+        return cure_loss(model, x, labels, h=times(self.h, ball["epsilon"]), weight=self.weight, norm=norm)
 
 
 @dataclass(frozen=True)
@@ -443,7 +444,7 @@ class Free(Method):
 
         A smaller batch uses and updates the first rows of the perturbation; a larger batch adds rows of zeros.
         """
-        kept = state.get("perturbation", x[:0])
+        ball, kept = _checked(ball), state.get("perturbation", x[:0])
         missing = max(0, len(x) - len(kept))
         perturbation = torch.cat([kept.to(x), x.new_zeros(missing, *x.shape[1:])])
         for _ in range(self.replays):
@@ -495,6 +496,15 @@ class AWP(Method):
         )
 
 
+def _checked(ball: Any) -> BallArguments:
+    """Return the threat model of a step; raise TypeError if it is no mapping with its radius."""
+    if not isinstance(ball, Mapping) or "epsilon" not in ball:
+        found = "no `epsilon`" if isinstance(ball, Mapping) else type(ball).__name__
+        raise TypeError(f"`ball` should be a mapping with `epsilon`, `norm` and `bounds`. Found {found}.")
+    checked: BallArguments = ball  # type: ignore[assignment]
+    return checked
+
+
 def _check_steps(method: PGD | TRADES | LLR) -> None:
     """Raise ValueError or TypeError if `steps`, `step_size` or `gradient_dtype` of the method is invalid."""
     integer("steps", method.steps)
@@ -509,7 +519,7 @@ def _ascent(attack: Attack, method: PGD | TRADES | LLR, ball: BallArguments, **o
     """Return an attack with the steps of a method, their length, and the dtype of their gradients."""
     return partial(
         attack,
-        **ball,
+        **_checked(ball),
         steps=method.steps,
         step_size=step_length(method.step_size, method.steps, ball),
         gradient_dtype=method.gradient_dtype,

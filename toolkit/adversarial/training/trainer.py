@@ -20,7 +20,7 @@ from toolkit._divergence import DivergenceError
 from toolkit._progress import Progress
 from toolkit._run import Course
 from toolkit.adversarial.balls import Bounds, Norm
-from toolkit.adversarial.balls.box import warn_of_a_radius_as_wide_as_the_box
+from toolkit.adversarial.balls.box import width_remarked_on
 from toolkit.adversarial.training._arguments import (
     Plan,
     check_group,
@@ -234,7 +234,6 @@ def train(
             group=group,
             noted=checkpoint is not None or group is not None,
         )
-    warn_of_a_radius_as_wide_as_the_box(ball["epsilon"], ball["norm"], ball["bounds"])
     settings: dict[str, Any] = {
         **plan.settings(),
         "epochs": course.epochs,
@@ -248,6 +247,7 @@ def train(
     warn_of_local_statistics(model, group)
     shown = verbose if rank_of(group) == 0 else 0
     with (
+        width_remarked_on(**ball),
         ordinary_tensors(),
         undisturbed(model),
         without_gradients(model),
