@@ -103,19 +103,8 @@ def complete_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
     """Return minus the Hessian of the expected complete-data log-likelihood, the responsibilities held.
 
     It is the observed information of samples with known components, averaged by the responsibilities; and minus the
-    Hessian of the blocked `surrogate`, times the sum of the weights.
-
-    Args:
-        mixture: As in `observed_information`.
-        x: As in `observed_information`.
-        sample_weight: As in `observed_information`.
-
-    Returns:
-        (P, P), as in `observed_information`.
-
-    Raises:
-        TypeError: As in `observed_information`.
-        ValueError: As in `observed_information`.
+    Hessian of the blocked `surrogate`, times the sum of the weights. Arguments, rows and columns, and errors are those
+    of `observed_information`.
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.2.
@@ -142,17 +131,7 @@ def complete_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
 def missing_information(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """Return the covariance of the complete-data score given the samples: the information lost with the labels.
 
-    Args:
-        mixture: As in `observed_information`.
-        x: As in `observed_information`.
-        sample_weight: As in `observed_information`.
-
-    Returns:
-        (P, P), as in `observed_information`; positive semi-definite.
-
-    Raises:
-        TypeError: As in `observed_information`.
-        ValueError: As in `observed_information`.
+    It is positive semi-definite. Arguments, rows and columns, and errors are those of `observed_information`.
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.2.
@@ -182,17 +161,7 @@ def missing_information(mixture: Family, x: Tensor, sample_weight: Tensor | None
 def louis_information(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """Return the observed information without a derivative of the likelihood: complete minus missing.
 
-    Args:
-        mixture: As in `observed_information`.
-        x: As in `observed_information`.
-        sample_weight: As in `observed_information`.
-
-    Returns:
-        (P, P): `observed_information`, computed in another way.
-
-    Raises:
-        TypeError: As in `observed_information`.
-        ValueError: As in `observed_information`.
+    Arguments, result and errors are those of `observed_information`; the computation is another one.
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.1.
@@ -212,19 +181,11 @@ def em_jacobian(mixture: Family, x: Tensor, sample_weight: Tensor | None = None)
     """Return the derivative of the coordinates after one EM step by the coordinates before it.
 
     The block `em.responsibilities` is opened for this derivative. With the block in place the M-step sees constants,
-    and the derivative is exactly 0.
-
-    Args:
-        mixture: The parameters. At a maximum the eigenvalues are the fractions of missing information.
-        x: As in `observed_information`.
-        sample_weight: As in `observed_information`.
+    and the derivative is exactly 0. At a maximum the eigenvalues are the fractions of missing information. Arguments
+    and errors are those of `observed_information`.
 
     Returns:
         (P, P), float64: row i is the gradient of coordinate i after the step.
-
-    Raises:
-        TypeError: As in `observed_information`.
-        ValueError: As in `observed_information`.
 
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, theorem 4.
@@ -257,12 +218,7 @@ def missing_information_rate(mixture: Family, x: Tensor, sample_weight: Tensor |
     They are the eigenvalues of ``complete^-1 missing`` over the directions in which the coordinates are not redundant.
     A rate near 1 means that the samples hold next to no information about some direction, and that EM needs
     ``1 / (1 - rate)`` steps for every factor e. The rate assumes an exact M-step, and no latent variables but the
-    components.
-
-    Args:
-        mixture: As in `observed_information`.
-        x: As in `observed_information`.
-        sample_weight: As in `observed_information`.
+    components. Arguments are those of `observed_information`.
 
     Returns:
         (Q,), float64, from 0, the largest first.

@@ -36,7 +36,8 @@ _SUM_TOLERANCE = 1e-6
 class BaseHMM(BaseEstimator):  # type: ignore[misc]
     """Base of the estimators: everything but the emissions.
 
-    The attributes define the model: with all of them set, no `fit` is needed.
+    The attributes define the model: with all of them set, no `fit` is needed. `X` and `lengths` are the same in all
+    methods (see `fit`).
     """
 
     _letters: dict[str, str]
@@ -176,40 +177,25 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
     # --- questions ---
 
     def score(self, X: object, lengths: object = None) -> float:
-        """Return the log-likelihood of all sequences together, nats.
-
-        Args:
-            X: As in `fit`.
-            lengths: As in `fit`.
-        """
+        """Return the log-likelihood of all sequences together, nats."""
         parameters, x, sizes, _ = self._ready(X, lengths)
         return float(hmm.total_log_likelihood(parameters, x, sizes))
 
     def score_samples(self, X: object, lengths: object = None) -> tuple[float, Array]:
-        """Return the log-likelihood of all sequences together, and the posteriors of states, (N, K).
-
-        Args:
-            X: As in `fit`.
-            lengths: As in `fit`.
-        """
+        """Return the log-likelihood of all sequences together, and the posteriors of states, (N, K)."""
         parameters, x, sizes, form = self._ready(X, lengths)
         found = hmm.posteriors(parameters, x, sizes)
         return float(found.log_likelihoods.sum()), form.give(found.states)
 
     def predict_proba(self, X: object, lengths: object = None) -> Array:
-        """Return the posteriors of states given the whole sequences, (N, K).
-
-        Args:
-            X: As in `fit`.
-            lengths: As in `fit`.
-        """
+        """Return the posteriors of states given the whole sequences, (N, K)."""
         return self.score_samples(X, lengths)[1]
 
     def decode(self, X: object, lengths: object = None, algorithm: Decoder | None = None) -> tuple[float, Array]:
         """Return the score of the best states, and the states (N,).
 
         Args:
-            X: As in `fit`.
+            X: The sequences (see `fit`).
             lengths: As in `fit`.
             algorithm: ``"viterbi"``: the most probable paths, with the log of their joint density. ``"map"``: each
                 step's most probable state, with the expected number of correct states. None: the estimator's
@@ -225,12 +211,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         return float(largest.sum()), form.give(states)
 
     def predict(self, X: object, lengths: object = None) -> Array:
-        """Return the best states, (N,) (see `decode`).
-
-        Args:
-            X: As in `fit`.
-            lengths: As in `fit`.
-        """
+        """Return the best states, (N,) (see `decode`)."""
         return self.decode(X, lengths)[1]
 
     @no_graph()
@@ -265,21 +246,11 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         return Form.of(np.zeros(1)).give(torch.linalg.lstsq(system, right, driver="gelsd").solution[:, 0].clamp(min=0))
 
     def aic(self, X: object, lengths: object = None) -> float:
-        """Return Akaike's information criterion; the lower the better.
-
-        Args:
-            X: As in `fit`.
-            lengths: As in `fit`.
-        """
+        """Return Akaike's information criterion; the lower the better."""
         return -2 * self.score(X, lengths) + 2 * self._n_parameters()
 
     def bic(self, X: object, lengths: object = None) -> float:
-        """Return the Bayesian information criterion; the lower the better.
-
-        Args:
-            X: As in `fit`.
-            lengths: As in `fit`.
-        """
+        """Return the Bayesian information criterion; the lower the better."""
         parameters, x, sizes, _ = self._ready(X, lengths)
         return -2 * float(hmm.total_log_likelihood(parameters, x, sizes)) + self._n_parameters() * math.log(len(x))
 

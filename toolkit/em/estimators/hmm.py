@@ -174,15 +174,9 @@ class CategoricalHMM(BaseHMM):
         emissionprob_prior: Dirichlet concentrations, one or (K, M). 1 is no prior.
         n_features: M. None: one more than the largest symbol that `fit` sees.
         algorithm: How `predict` decodes: ``"viterbi"`` or ``"map"``.
-        random_state: As in `GaussianHMM`.
-        max_iter: As in `GaussianHMM`.
-        tol: As in `GaussianHMM`.
-        n_init: As in `GaussianHMM`.
         params: Parameters to estimate: s (start), t (transitions), e (emissions).
         init_params: Parameters to initialise, by the same letters; the other attributes must be set.
-        accelerate: As in `GaussianHMM`.
-        verbose: As in `GaussianHMM`.
-        callback: As in `GaussianHMM`.
+        random_state, max_iter, tol, n_init, accelerate, verbose, callback: As in `GaussianHMM`.
 
     Attributes:
         startprob_: (K,).

@@ -115,13 +115,8 @@ def e_step(
     r"""Return posteriors of states and expected transitions, held constant by the block `em.responsibilities`.
 
     With the block in place no graph is built for the posteriors; the log-likelihoods are differentiable. The recursions
-    run in logarithms, and take (S, K, K) of memory; `posteriors` is the fast twin.
-
-    Args:
-        parameters: The model.
-        x: As in `log_likelihoods`.
-        lengths: As in `log_likelihoods`.
-        sequence_weight: (S,), not negative. None: all 1.
+    run in logarithms, and take (S, K, K) of memory; `posteriors` is the fast twin. Arguments are those of
+    `log_likelihood`.
 
     References:
         Rabiner, 1989, equations 27 and 37. Baum, Petrie, Soules & Weiss, "A maximization technique occurring in the
@@ -175,13 +170,8 @@ def surrogate(
     searches and second-order methods should look at `log_likelihood`.
 
     With the block open the gradient is that of :math:`\ell - H(r)`. The leak,
-    :math:`-\nabla H = \mathrm{Cov}_{z \sim r}(a_z, \nabla a_z)`, is zero only where the path is certain.
-
-    Args:
-        parameters: The model.
-        x: As in `log_likelihoods`.
-        lengths: As in `log_likelihoods`.
-        sequence_weight: (S,), not negative. None: all 1.
+    :math:`-\nabla H = \mathrm{Cov}_{z \sim r}(a_z, \nabla a_z)`, is zero only where the path is certain. Arguments are
+    those of `log_likelihood`.
 
     Returns:
         Scalar, nats per step, to be maximised.
@@ -246,11 +236,7 @@ def posteriors(
 ) -> Posteriors:
     """Return the result of `e_step`, fast and without a gradient.
 
-    Args:
-        parameters: The model.
-        x: As in `log_likelihoods`. Probabilities are computed in its floating-point type, sums in float64.
-        lengths: As in `log_likelihoods`.
-        sequence_weight: (S,), not negative. None: all 1.
+    Probabilities are computed in the floating-point type of `x`, sums in float64.
     """
     lengths = _check(parameters, x, lengths)
     return Engine(parameters, x, lengths, sequence_weight).posteriors(parameters)
@@ -374,10 +360,7 @@ def fit(
 def viterbi(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """Return the most probable path of each sequence, and the log of its joint density with the data.
 
-    Args:
-        parameters: The model.
-        x: As in `log_likelihoods`.
-        lengths: As in `log_likelihoods`.
+    Arguments are those of `log_likelihoods`.
 
     Returns:
         States (N,), int64, and (S,), float64, nats.

@@ -62,13 +62,7 @@ class OnlineState:
         averaged: The mean of weights, means and covariances over the last `n_averaged` steps; None before
             `average_from`.
         n_averaged: Number of steps that are averaged.
-        exponent: See `online_start`.
-        offset: See `online_start`.
-        least_step: See `online_start`.
-        burn_in: See `online_start`.
-        average_from: See `online_start`.
-        reg_covar: See `online_start`.
-        prior: See `online_start`.
+        exponent, offset, least_step, burn_in, average_from, reg_covar, prior: The options (see `online_start`).
     """
 
     parameters: GaussianParameters
@@ -246,9 +240,7 @@ class IncrementalState:
         free_energy: Expected complete-data log-likelihood plus entropy, and the log-prior if there is one; nats per
             sample. A lower bound of the log-likelihood (plus log-prior) of these batches, which never falls once each
             batch was seen, if `reg_covar` is 0.
-        burn_in: See `incremental_start`.
-        reg_covar: See `incremental_start`.
-        prior: See `incremental_start`.
+        burn_in, reg_covar, prior: The options (see `incremental_start`).
     """
 
     parameters: GaussianParameters
