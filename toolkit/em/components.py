@@ -82,6 +82,11 @@ class Located(Components):
 
     means: Tensor
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.means.ndim != 2 or 0 in self.means.shape:
+            raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
+
     @property
     def n_features(self) -> int:
         """D."""

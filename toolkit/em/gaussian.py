@@ -70,8 +70,6 @@ class GaussianParameters(Located):
     def __post_init__(self) -> None:
         structure = structure_of(self.covariance_type)
         super().__post_init__()
-        if self.means.ndim != 2 or 0 in self.means.shape:
-            raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
         k, d = self.means.shape
         for name, value, shape in (
             ("log_weights", self.log_weights, (k,)),

@@ -10,9 +10,23 @@ from torch import Tensor
 
 from toolkit.em.mixture import check_shape_of_weights
 
-__all__ = ["FLOATS", "check_covariance", "check_finite", "check_floats", "check_samples", "check_weights"]
+__all__ = [
+    "FLOATS",
+    "check_covariance",
+    "check_finite",
+    "check_floats",
+    "check_matrix",
+    "check_samples",
+    "check_weights",
+]
 
 FLOATS = (torch.float32, torch.float64)
+
+
+def check_matrix(x: Tensor, *, whole: bool = True) -> None:
+    """Raise a ValueError unless `x` has shape (N, D), with at least one feature and, if `whole`, one sample."""
+    if x.ndim != 2 or x.shape[1] == 0 or (whole and len(x) == 0):
+        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
 
 
 def check_floats(x: Tensor) -> None:

@@ -26,23 +26,14 @@ from toolkit.em.engine.fused import maximise, rounding_error
 from toolkit.em.engine.ranks import led, pass_over_ranks
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
 from toolkit.em.engine.rounding import ROUNDING
-from toolkit.em.engine.samples import (
-    Prepared,
-    check_rows,
-    prepare,
-)
+from toolkit.em.engine.samples import Prepared, check_rows, prepare
 from toolkit.em.engine.seeding import device_of
 from toolkit.em.engine.small import SmallData, SmallMixture, is_small
-from toolkit.em.engine.starts import Init, check_tensor, choose_starts
+from toolkit.em.engine.starts import Init, check_given, check_tensor, choose_starts
 from toolkit.em.engine.statistics import MomentsPrior
 from toolkit.em.gaussian import GaussianParameters
 
-__all__ = [
-    "Fit",
-    "GaussianPrior",
-    "climb_prepared",
-    "fit",
-]
+__all__ = ["Fit", "GaussianPrior", "climb_prepared", "fit"]
 
 # The result of `fit`, with the mixture in the data's floating-point type.
 Fit: TypeAlias = Climb[GaussianParameters]
@@ -154,7 +145,7 @@ def fit(
             f"Found {n_components}."
         )
     if isinstance(init, GaussianParameters):
-        _check_start(init, data, n_components, covariance_type)
+        check_given(init, n_components, data.centre.shape[0], covariance_type)
         sampled, weights = None, None
     else:
         sampled, weights = _seeding_sample(x, sample_weight, rows, data, generator)
@@ -428,10 +419,3 @@ def _agreed_rows(
         )
     assert rows is not None
     return rows
-
-
-def _check_start(init: GaussianParameters, data: Prepared, n_components: int, covariance_type: CovarianceType) -> None:
-    found = (init.n_components, init.n_features, init.covariance_type)
-    expected = (n_components, data.centre.shape[0], covariance_type)
-    if found != expected:
-        raise ValueError(f"`init` should have (n_components, n_features, covariance_type) {expected}. Found {found}.")

@@ -18,11 +18,21 @@ from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
 from toolkit.em.covariance.structure import as_arrays, as_tensor, doubles, library
-from toolkit.em.engine.checks import check_covariance, check_finite, check_floats, check_weights
+from toolkit.em.engine.checks import check_covariance, check_finite, check_floats, check_matrix, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, nearest, seeds
 from toolkit.em.gaussian import GaussianParameters
 
-__all__ = ["Init", "check_init", "check_tensor", "choose_means", "choose_starts", "start", "start_at", "start_from"]
+__all__ = [
+    "Init",
+    "check_given",
+    "check_init",
+    "check_tensor",
+    "choose_means",
+    "choose_starts",
+    "start",
+    "start_at",
+    "start_from",
+]
 
 Init = Literal["kmeans", "k-means++", "random_from_data"]
 
@@ -231,11 +241,18 @@ def check_init(init: str) -> None:
         raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
 
 
+def check_given(init: GaussianParameters, n_components: int, n_features: int, covariance_type: CovarianceType) -> None:
+    """Raise a ValueError unless the mixture to start from is of this shape and type."""
+    found = (init.n_components, init.n_features, init.covariance_type)
+    expected = (n_components, n_features, covariance_type)
+    if found != expected:
+        raise ValueError(f"`init` should have (n_components, n_features, covariance_type) {expected}. Found {found}.")
+
+
 def check_tensor(x: Tensor, sample_weight: Tensor | None, n_components: int, *, whole: bool = True) -> None:
     """Raise a TypeError or ValueError unless a mixture can be fitted to the samples with their weights."""
     check_floats(x)
-    if x.ndim != 2 or x.shape[1] == 0 or (whole and len(x) == 0):
-        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
+    check_matrix(x, whole=whole)
     check_finite(x)
     if whole and n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")

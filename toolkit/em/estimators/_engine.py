@@ -1,4 +1,4 @@
-"""EM maps of the estimator: one for each kind of covariance, on data that are prepared once.
+"""EM of the estimator on data that are prepared once; `Climber` is the engine of the fourteen models.
 
 N samples, D features, K components.
 """
@@ -10,15 +10,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from toolkit._data import Rows
 from toolkit.em.engine.acceleration import Climb, ClimbOptions
 from toolkit.em.engine.fit import climb_prepared
 from toolkit.em.engine.restarts import Mixtures, heats
-from toolkit.em.engine.samples import prepare
+from toolkit.em.engine.samples import Prepared
 from toolkit.em.estimators._collapse import collapsed_components
-from toolkit.em.gaussian import CovarianceType, GaussianParameters
-from toolkit.em.models.missing import fit_missing, marginal_log_joint
-from toolkit.em.models.parsimonious import Climber, CovarianceModel
+from toolkit.em.gaussian import GaussianParameters
+from toolkit.em.models.missing import fit_missing
 from toolkit.em.models.prior import Prior
 
 
@@ -29,22 +27,13 @@ class Engine(Protocol):
         """Return the highest point found, float64."""
 
 
+@dataclass(frozen=True)
 class GaussianEngine:
     """The four types, by the fast pass; with a prior the objective is ``log-likelihood + log-prior / N``."""
 
-    def __init__(
-        self,
-        x: Tensor | Rows,
-        n_components: int,
-        covariance_type: CovarianceType,
-        *,
-        sample_weight: Tensor | None,
-        reg_covar: float,
-        prior: Prior | None,
-        cache: bool,
-    ) -> None:
-        self.reg_covar, self.prior = reg_covar, prior
-        self.prepared = prepare(x, covariance_type, n_components, sample_weight=sample_weight, cache=cache)
+    prepared: Prepared
+    reg_covar: float
+    prior: Prior | None
 
     def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[GaussianParameters]:
         """Return the highest point found, float64."""
@@ -62,50 +51,20 @@ class GaussianEngine:
             reached = (mixtures.one(i, self.prepared) for i in range(len(mixtures.means)))
             return [not collapsed_components(mixture, self.reg_covar) for mixture in reached]
 
-        found = heats(
-            starts,
-            self.prepared,
-            options,
-            are_sound=are_sound,
-            keep=keep,
-            reg_covar=self.reg_covar,
-        )
+        found = heats(starts, self.prepared, options, are_sound=are_sound, keep=keep, reg_covar=self.reg_covar)
         if not found or options.accelerate == "none":
             return [(heat.start, 0) for heat in found] or [(start, 0) for start in starts]
         return [(heat.reached.parameters, heat.reached.n_iter) for heat in found]
 
 
-class ParsimoniousEngine:
-    """The fourteen models of volume, shape and orientation."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        n_components: int,
-        model: CovarianceModel,
-        *,
-        sample_weight: Tensor | None,
-        reg_covar: float,
-    ) -> None:
-        self.climber = Climber(x, n_components, model, reg_covar, sample_weight)
-
-    def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[Any]:
-        """Return the highest point found, float64."""
-        return self.climber.climb(start, options)
-
-
+@dataclass(frozen=True)
 class MissingEngine:
-    """The four types, of samples with missing values."""
+    """The four types, of samples with missing values, float64."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        *,
-        sample_weight: Tensor | None,
-        reg_covar: float,
-        prior: Prior | None,
-    ) -> None:
-        self.x, self.sample_weight, self.reg_covar, self.prior = x.double(), sample_weight, reg_covar, prior
+    x: Tensor
+    sample_weight: Tensor | None
+    reg_covar: float
+    prior: Prior | None
 
     def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[GaussianParameters]:
         """Return the highest point found, float64."""
@@ -119,14 +78,3 @@ class MissingEngine:
             prior=self.prior,
             **vars(options),
         )
-
-
-@dataclass(frozen=True)
-class Marginal:
-    """A mixture of complete samples, with the marginal density of the observed values."""
-
-    parameters: GaussianParameters
-
-    def log_joint(self, x: Tensor) -> Tensor:
-        """Return the log of weight times density of the values that are not NaN, (N, K)."""
-        return marginal_log_joint(self.parameters, x) if bool(x.isnan().any()) else self.parameters.log_joint(x)

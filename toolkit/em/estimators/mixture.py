@@ -39,15 +39,10 @@ from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
+from toolkit.em.engine.samples import prepare
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._density import FEW, log_joint, log_joint_of_few
-from toolkit.em.estimators._engine import (
-    Engine,
-    GaussianEngine,
-    Marginal,
-    MissingEngine,
-    ParsimoniousEngine,
-)
+from toolkit.em.estimators._engine import Engine, GaussianEngine, MissingEngine
 from toolkit.em.estimators._start import InitParams, check_given, starts_by
 from toolkit.em.estimators._types import as_gaussian, engine_type, gaussian_type, model_of, start_type
 from toolkit.em.estimators.base_mixture import BaseMixture, tensor
@@ -56,7 +51,7 @@ from toolkit.em.information import ErrorMethod, standard_errors
 from toolkit.em.mixture import Mixture
 from toolkit.em.models.missing import MissingGaussian, impute
 from toolkit.em.models.online import OnlineState, online_start, online_step
-from toolkit.em.models.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
+from toolkit.em.models.parsimonious import COVARIANCE_MODELS, Climber, CovarianceModel, n_free_parameters
 from toolkit.em.models.prior import Prior
 
 __all__ = ["CollapseWarning", "GaussianMixture"]
@@ -79,8 +74,9 @@ class CollapseWarning(UserWarning):
     """A component has shrunk to so few distinct samples that only regularisation keeps its variance from 0."""
 
 
-def natural_parameters(parameters: GaussianParameters) -> dict[str, Tensor]:
+def natural_parameters(mixture: GaussianParameters | MissingGaussian) -> dict[str, Tensor]:
     """Return weights, means and covariances, the parameters that the attributes hold."""
+    parameters = mixture.parameters if isinstance(mixture, MissingGaussian) else mixture
     return {"weights": parameters.weights, "means": parameters.means, "covariances": parameters.covariances}
 
 
@@ -364,16 +360,8 @@ class GaussianMixture(BaseMixture):
         x = torch.cat(list(parts)).to(tensor(self.weights_).device, torch.float64)
         weights = read_weights(sample_weight, len(x), x)
         parameters = self._parameters().as_type(kind)
-        if bool(x.isnan().any()):
-            found = standard_errors(
-                MissingGaussian(parameters),
-                x,
-                method=method,
-                sample_weight=weights,
-                natural=lambda mixture: natural_parameters(mixture.parameters),
-            )
-        else:
-            found = standard_errors(parameters, x, method=method, sample_weight=weights, natural=natural_parameters)
+        mixture = MissingGaussian(parameters) if bool(x.isnan().any()) else parameters
+        found = standard_errors(mixture, x, method=method, sample_weight=weights, natural=natural_parameters)
         return {name: form.give(value) for name, value in found.items()}
 
     @no_graph()
@@ -415,7 +403,7 @@ class GaussianMixture(BaseMixture):
         return read_parts(self, x, missing=bool(self.missing), hint=self._hint)
 
     def _mixture(self) -> Mixture:
-        return Marginal(self._parameters()) if self.missing else self._parameters()
+        return MissingGaussian(self._parameters()) if self.missing else self._parameters()
 
     def _log_joints(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
         few = not isinstance(self.weights_, Tensor) or self.weights_.device.type == "cpu"
@@ -517,27 +505,16 @@ class GaussianMixture(BaseMixture):
         n_components, reg_covar = int(self.n_components), float(self.reg_covar)
         kind = engine_type(self.covariance_type)
         if kind is None:
-            return ParsimoniousEngine(
-                cast(Tensor, data.x),
-                n_components,
-                cast(CovarianceModel, self.covariance_type),
-                sample_weight=data.weights,
-                reg_covar=reg_covar,
-            )
+            model = cast(CovarianceModel, self.covariance_type)
+            return Climber(cast(Tensor, data.x), n_components, model, reg_covar, data.weights)
         prior = self.prior
         if prior == "default":
             prior = Prior.default(data.sampled, n_components, kind, sample_weight=data.sampled_weights)
         if isinstance(data.x, Tensor) and self.missing and bool(data.x.isnan().any()):
-            return MissingEngine(data.x, sample_weight=data.weights, reg_covar=reg_covar, prior=prior)
-        return GaussianEngine(
-            data.x,
-            n_components,
-            kind,
-            sample_weight=data.weights,
-            reg_covar=reg_covar,
-            prior=prior,
-            cache=isinstance(data.x, Tensor) and data.x.nbytes <= _CACHED,
-        )
+            return MissingEngine(data.x.double(), data.weights, reg_covar, prior)
+        cache = isinstance(data.x, Tensor) and data.x.nbytes <= _CACHED
+        prepared = prepare(data.x, kind, n_components, sample_weight=data.weights, cache=cache)
+        return GaussianEngine(prepared, reg_covar, prior)
 
     def _starts(self, data: Data, generator: torch.Generator) -> tuple[list[GaussianParameters], int]:
         """Return the starts, float64, and the number of singular ones; raise the last error if all were singular."""

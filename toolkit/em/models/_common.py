@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.em.covariance import soft_counts
-from toolkit.em.engine.checks import check_finite, check_floats, check_weights
+from toolkit.em.engine.checks import check_finite, check_floats, check_matrix, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
 
 __all__ = [
@@ -70,8 +70,7 @@ def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = Non
         raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
     if x.is_complex():
         raise TypeError(f"`x` should be real. Found {x.dtype}.")
-    if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
+    check_matrix(x)
     n_components = integer("n_components", n_components)
     if n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
@@ -87,8 +86,7 @@ def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = Non
 def check_table(x: Tensor, *, missing: bool = False) -> None:
     """Raise a TypeError or ValueError unless `x` (N, D) holds finite floating-point numbers, or NaN if `missing`."""
     check_floats(x)
-    if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
+    check_matrix(x)
     if missing:
         raise_row(x, x.isinf(), "be finite, or NaN where missing")
     else:

@@ -30,7 +30,7 @@ from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_o
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
 from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds, squared_distances
-from toolkit.em.engine.starts import Init, check_init
+from toolkit.em.engine.starts import Init, check_given, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights, e_step
 from toolkit.em.models._common import check_table
@@ -290,7 +290,7 @@ def fit_missing(
     reg_covar = number("reg_covar", reg_covar, least=0)
     structure_of(covariance_type)
     if isinstance(init, GaussianParameters):
-        _check_start(init, x, n_components, covariance_type)
+        check_given(init, n_components, x.shape[1], covariance_type)
     data = Incomplete.of(x.double(), sample_weight, n_components)
 
     def objective(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
@@ -578,10 +578,3 @@ def _check(x: Tensor, sample_weight: Tensor | None) -> None:
     if bool(empty.any()):
         features = ", ".join(map(str, empty.nonzero().ravel().tolist()))
         raise ValueError(f"`x` should have at least one value of every feature. Found none of feature {features}.")
-
-
-def _check_start(init: GaussianParameters, x: Tensor, n_components: int, covariance_type: CovarianceType) -> None:
-    found = (init.n_components, init.n_features, init.covariance_type)
-    expected = (n_components, x.shape[1], covariance_type)
-    if found != expected:
-        raise ValueError(f"`init` should have (n_components, n_features, covariance_type) {expected}. Found {found}.")

@@ -33,7 +33,7 @@ from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statistics_of
 from toolkit.em.engine.samples import Prepared, prepare
 from toolkit.em.gaussian import GaussianParameters
-from toolkit.em.models._common import check_table
+from toolkit.em.models._common import check_shape, check_table
 
 __all__ = [
     "COVARIANCE_MODELS",
@@ -75,8 +75,7 @@ class ParsimoniousParameters(Located):
     structure: ParsimoniousCovariances
 
     def __post_init__(self) -> None:
-        if self.means.ndim != 2 or 0 in self.means.shape:
-            raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
+        super().__post_init__()
         k, d = self.means.shape
         if self.log_weights.shape != (k,):
             raise ValueError(f"`log_weights` should have shape {(k,)}. Found {tuple(self.log_weights.shape)}.")
@@ -115,8 +114,7 @@ class ParsimoniousParameters(Located):
         Raises:
             ValueError: If `x` does not have the features of the means.
         """
-        if x.ndim != 2 or x.shape[1] != self.n_features:
-            raise ValueError(f"`x` should have shape (N, {self.n_features}). Found {tuple(x.shape)}.")
+        check_shape(x, self.n_features)
         differences = x.mT.contiguous() - self.means[:, :, None]
         if self._kind.structure.is_matrix:
             whitened = self.structure.factors.mT @ differences

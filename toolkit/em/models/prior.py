@@ -29,6 +29,7 @@ from toolkit._tensors import tensors
 from toolkit.blocks import no_graph
 from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
+from toolkit.em.engine.checks import check_matrix
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Prior"]
@@ -128,8 +129,7 @@ class Prior(Movable):
         n_components = integer("n_components", n_components)
         structure = structure_of(covariance_type)
         tensors(x=x)
-        if x.ndim != 2 or 0 in x.shape:
-            raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
+        check_matrix(x)
         mean, covariance = _mean_and_covariance(x.double(), sample_weight)
         d = x.shape[1]
         variances = covariance.diagonal()

@@ -96,8 +96,6 @@ class StudentMixture(Located):
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("covariance_type", self.covariance_type, ("full", "diag"))
-        if self.means.ndim != 2:
-            raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
         k, d = self.n_components, self.means.shape[1]
         factor = self._structure.shape(k, d)
         self._check_fields(means=(k, d), precisions_cholesky=factor, degrees_of_freedom=(k,))
