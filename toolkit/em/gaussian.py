@@ -202,11 +202,7 @@ def m_step(
             "`x` and `responsibilities` should have shapes (N, D) and (N, K). "
             f"Found {tuple(x.shape)} and {tuple(responsibilities.shape)}."
         )
-    counts = soft_counts(responsibilities.sum(0))
-    centre = x.mean(0)
-    means = centre + responsibilities.mT @ (x - centre) / counts[:, None]
-    differences = x.mT.contiguous() - means[:, :, None]
-    scatter = structure.moments(responsibilities.mT.contiguous()[:, None] * differences, differences)
+    counts, means, scatter = moments_of(x, responsibilities, structure)
     covariances = structure.estimate(scatter, counts[:, None].expand(means.shape))
     return GaussianParameters(
         log_weights=counts.log() - counts.sum().log(),
@@ -214,6 +210,15 @@ def m_step(
         precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
         covariance_type=covariance_type,
     )
+
+
+def moments_of(x: Tensor, responsibilities: Tensor, structure: Structure) -> tuple[Tensor, Tensor, Tensor]:
+    """Return counts (K,), above 0, weighted means (K, D), and the scatter about them, shaped by the structure."""
+    counts = soft_counts(responsibilities.sum(0))
+    centre = x.mean(0)
+    means = centre + responsibilities.mT @ (x - centre) / counts[:, None]
+    differences = x.mT.contiguous() - means[:, :, None]
+    return counts, means, structure.moments(responsibilities.mT.contiguous()[:, None] * differences, differences)
 
 
 def precisions_cholesky(covariances: Tensor, covariance_type: CovarianceType) -> Tensor:

@@ -61,10 +61,6 @@ class _Diag(_Axes):
 
     name = "diag"
 
-    @property
-    def wide(self) -> _Diag:
-        return self
-
     def shape_of_one(self, n_features: int) -> tuple[int, ...]:
         return (n_features,)
 
@@ -131,10 +127,6 @@ class _Spherical(_Axes):
 
     name = "spherical"
 
-    @property
-    def wide(self) -> _Diag:
-        return DIAG
-
     def shape_of_one(self, n_features: int) -> tuple[int, ...]:
         return ()
 
@@ -196,4 +188,4 @@ class _Spherical(_Axes):
 
 
 DIAG = _Diag()
-SPHERICAL = _Spherical()
+SPHERICAL = _Spherical(DIAG)

@@ -119,10 +119,6 @@ class _Full(_Matrices):
 
     name = "full"
 
-    @property
-    def wide(self) -> _Full:
-        return self
-
     def pool(self, scatter: Tensor) -> Tensor:
         return scatter
 
@@ -183,14 +179,6 @@ class _Tied(_Matrices):
 
     name = "tied"
     is_shared = True
-
-    @property
-    def separate(self) -> _Full:
-        return FULL
-
-    @property
-    def wide(self) -> _Full:
-        return FULL
 
     def pool(self, scatter: Tensor) -> Tensor:
         return scatter.sum(-3)
@@ -257,7 +245,7 @@ def _factor_of_array(covariances: Any) -> Any:
 
 
 FULL = _Full()
-TIED = _Tied()
+TIED = _Tied(FULL)
 
 
 # --- quadratic features: products in blocks ---

@@ -40,6 +40,15 @@ class Quadratics:
     write: Callable[[Tensor, Tensor], object]
 
 
+def expanded(groups: list[Quadratics], z: Tensor) -> Tensor:
+    """Return quadratic features of samples (D, B), the features, and 1, one below the other: (F + D + 1, B)."""
+    sizes = [group.size for group in groups]
+    features = torch.cat([z.new_empty(sum(sizes), z.shape[1]), z, torch.ones_like(z[:1])])
+    for group, out in zip(groups, features.split([*sizes, len(z) + 1]), strict=False):
+        group.write(z, out)
+    return features
+
+
 class Structure(ABC):
     """The shape, the density and the M-step of the covariances of K components.
 
@@ -50,11 +59,17 @@ class Structure(ABC):
         name: The name in the public interface.
         is_matrix: Whether features may be correlated: a covariance is then a matrix.
         is_shared: Whether all components have the same covariance.
+        wide: The widest structure with the same correlations, full or diag; `pool` takes its scatters to this one.
+        separate: The structure in which each component has its own covariance: this one, unless they are shared.
     """
 
     name: ClassVar[CovarianceType]
     is_matrix: ClassVar[bool]
     is_shared: ClassVar[bool] = False
+
+    def __init__(self, wide: Structure | None = None) -> None:
+        self.wide = wide or self
+        self.separate = self.wide if self.is_shared else self
 
     # --- shapes ---
 
@@ -78,16 +93,6 @@ class Structure(ABC):
     def repeat(self, one: Tensor, n_components: int) -> Tensor:
         """Return the covariances of components that all have the covariance `one`."""
         return one if self.is_shared else one.expand(n_components, *one.shape)
-
-    @property
-    def separate(self) -> Structure:
-        """The structure in which each component has its own covariance: this one, unless covariances are shared."""
-        return self
-
-    @property
-    @abstractmethod
-    def wide(self) -> Structure:
-        """The widest structure with the same correlations, full or diag; `pool` takes its scatters to this one."""
 
     @abstractmethod
     def pool(self, scatter: Tensor) -> Tensor:

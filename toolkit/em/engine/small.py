@@ -18,6 +18,7 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import Structure, soft_counts, structure_of
+from toolkit.em.covariance.structure import expanded
 from toolkit.em.engine.fused import accumulate, expansion_error, loses_digits, maximise
 from toolkit.em.engine.samples import Prepared
 from toolkit.em.gaussian import GaussianParameters
@@ -96,7 +97,7 @@ class SmallData:
         self.ridge, self._ridge = ridge, _array(ridge) if isinstance(ridge, Tensor) else ridge
         ((z, weights),) = data.chunks()
         self._weights = None if weights is None else weights.double().numpy()
-        self._features = _written(structure, z.double())
+        self._features = expanded(structure.quadratics(len(z), _FEATURES), z.double())
         self._joint = torch.empty(n_components, z.shape[1], dtype=torch.float64, device="cpu")
 
     def em(self, mixture: SmallMixture) -> tuple[SmallMixture, float]:
@@ -169,13 +170,3 @@ def is_small(data: Prepared, structure: Structure, n_components: int) -> bool:
     if data.group is not None or data.centre.device.type != "cpu" or not data.is_cached or data.n_samples > most:
         return False
     return len(list(data.chunks())) == 1
-
-
-def _written(structure: Structure, z: Tensor) -> Tensor:
-    """Return the quadratic features of samples (D, N), the features and 1, one below the other: (F + D + 1, N)."""
-    groups = structure.quadratics(len(z), _FEATURES)
-    sizes = [group.size for group in groups]
-    features = torch.cat([z.new_empty(sum(sizes), z.shape[1]), z, torch.ones_like(z[:1])])
-    for group, out in zip(groups, features.split([*sizes, len(z) + 1]), strict=False):
-        group.write(z, out)
-    return features

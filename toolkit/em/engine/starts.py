@@ -30,6 +30,7 @@ __all__ = [
     "choose_means",
     "choose_starts",
     "start",
+    "start_alike",
     "start_at",
     "start_from",
 ]
@@ -90,13 +91,23 @@ def start(
     reg_covar = number("reg_covar", reg_covar, least=0)
     check_tensor(x, sample_weight, n_components)
     means = choose_means(x, sample_weight, n_components, 1, init, generator)[0]
+    labels = nearest(x - means[0], (means - means[0])[None])[0]
+    return start_alike(x, sample_weight, labels, means, covariance_type, reg_covar)
+
+
+def start_alike(
+    x: Tensor,
+    sample_weight: Tensor | None,
+    labels: Tensor,
+    means: Tensor,
+    covariance_type: CovarianceType,
+    reg_covar: float,
+) -> GaussianParameters:
+    """Return the means (K, D) with the shares of their samples, at least one each, and one common covariance."""
     weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
-    centre, total = means[0], weights.sum()
-    points = x - centre
-    labels = nearest(points, (means - centre)[None])[0]
-    counts = weights.new_zeros(n_components).index_add(0, labels, weights).clamp(min=float(total) / len(x))
-    residuals = (points - (means - centre)[labels]).mT[None]
-    structure = structure_of(covariance_type)
+    total, structure = weights.sum(), structure_of(covariance_type)
+    counts = weights.new_zeros(len(means)).index_add(0, labels, weights).clamp(min=float(total) / len(x))
+    residuals = (x - means[labels]).mT[None]
     scatter = structure.separate.moments(residuals * (weights / total), residuals)
     one = structure.separate.estimate(scatter, torch.ones_like(means[:1]))
     check_covariance(one)
@@ -104,7 +115,7 @@ def start(
     return GaussianParameters(
         log_weights=counts.log() - counts.sum().log(),
         means=means,
-        precisions_cholesky=structure.repeat(factor, n_components),
+        precisions_cholesky=structure.repeat(factor, len(means)),
         covariance_type=covariance_type,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -18,12 +17,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from toolkit._checks import choice, integer, number
+from toolkit._checks import choice, index, integer, level, number
 from toolkit._data import Array, Form, RandomState, generator_of
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em import hmm
 from toolkit.em.engine.acceleration import Accelerate, Climb, ranked
+from toolkit.em.hmm.core import check_lengths
 
 __all__ = ["BaseHMM", "Decoder", "concentration", "dirichlet"]
 
@@ -300,7 +300,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
     def _check_parameters(self) -> None:
         integer("n_components", self.n_components)
         integer("max_iter", self.max_iter, 0)
-        integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
+        level(self.verbose)
         number("tol", self.tol, least=0)
         choice("algorithm", self.algorithm, get_args(Decoder))
         for name in ("params", "init_params"):
@@ -320,17 +320,8 @@ def numbers(name: str, values: object) -> Tensor:
         raise ValueError(f"`{name}` should be numbers. Found {values!r}.") from None
 
 
-def _lengths(lengths: object, n_steps: int) -> list[int]:
-    if lengths is None:
-        return [n_steps]
-    values = lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths
-    found = [integer("lengths", value) for value in (values if isinstance(values, Sequence) else [values])]
-    if min(found, default=0) < 1 or sum(found) != n_steps:
-        raise ValueError(
-            f"`lengths` should be positive integers that sum to {n_steps}. Found {len(found)} of them, which sum to "
-            f"{sum(found)}, the least being {min(found, default=0)}."
-        )
-    return found
+def _lengths(lengths: Any, n_steps: int) -> list[int]:
+    return check_lengths(lengths if index(lengths) is None else [lengths], n_steps)
 
 
 def concentration(name: str, value: object) -> float | Tensor:

@@ -21,7 +21,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from toolkit._checks import choice, integer, number
+from toolkit._checks import choice, integer, level, number
 from toolkit._data import (
     Array,
     Form,
@@ -460,7 +460,7 @@ class GaussianMixture(BaseMixture):
             integer(name, getattr(self, name), smallest)
         if self.n_init_keep is not None:
             integer("n_init_keep", self.n_init_keep)
-        integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
+        level(self.verbose)
         for name in ("tol", "reg_covar", "learning_decay", "learning_offset"):
             number(name, getattr(self, name), least=0)
         for name, choices in (

@@ -23,10 +23,12 @@ from toolkit._tensors import floating, integers
 from toolkit.blocks import no_graph
 from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, Quadratics, Structure, soft_counts, structure_of
+from toolkit.em.covariance.structure import expanded
 from toolkit.em.engine.seeding import device_of
 from toolkit.em.gaussian import (
     GaussianParameters,
     from_unconstrained,
+    moments_of,
     precisions_cholesky,
     to_unconstrained,
 )
@@ -184,12 +186,7 @@ class GaussianEmissions(Movable):
         check_prior("prior", prior)
         reg_covar = number("reg_covar", reg_covar, least=0)
         floating(x=x, posteriors=posteriors)
-        counts = soft_counts(posteriors.sum(0))
-        centre = x.mean(0)
-        means = centre + posteriors.mT @ (x - centre) / counts[:, None]
-        differences = x.mT.contiguous() - means[:, :, None]
-        structure = structure_of(self.covariance_type).separate
-        scatter = structure.moments(posteriors.mT[:, None] * differences, differences)
+        _, means, scatter = moments_of(x, posteriors, structure_of(self.covariance_type).separate)
         return self._estimate(posteriors.sum(0), means, scatter, reg_covar)
 
     def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -316,7 +313,7 @@ class GaussianPass:
         """Return log-densities (see `Pass`)."""
         x = self._data.chunks[chunk][:, begin:end]
         if self._expands:
-            return self._theta @ self._expand(x)
+            return self._theta @ expanded(self._quadratics, x)
         whitened = self._structure.whiten(self._factor, self._differences(x))
         return self._constant[:, None] - 0.5 * whitened.square_().sum(1)
 
@@ -326,7 +323,7 @@ class GaussianPass:
         for begin in range(0, x.shape[1], _TILE):
             part, share = x[:, begin : begin + _TILE], posteriors[:, begin : begin + _TILE]
             if self._expands:
-                self._sums += share @ self._expand(part).mT
+                self._sums += share @ expanded(self._quadratics, part).mT
             else:
                 self._add_about_means(self._differences(part), share.double())
 
@@ -339,17 +336,6 @@ class GaussianPass:
         scatter = second - structure.products(sums, shifts)
         origins = self._data.centre if self._expands else self._emissions.means
         return self._emissions._estimate(counts[:, 0], origins + shifts, scatter, reg_covar, update)
-
-    def _expand(self, x: Tensor) -> Tensor:
-        """Return (x_i x_j, x_i, 1) of columns (D, B): (F, B)."""
-        expanded = x.new_empty(self._theta.shape[1], x.shape[1])
-        begin = 0
-        for group in self._quadratics:
-            group.write(x, expanded[begin : begin + group.size])
-            begin += group.size
-        expanded[begin:-1] = x
-        expanded[-1] = 1
-        return expanded
 
     def _differences(self, x: Tensor) -> Tensor:
         return x.double() - self._means[:, :, None]

@@ -400,7 +400,7 @@ def sample(
         Data, (N, D) or (N,), and states (N,), sequence after sequence.
     """
     instance("parameters", parameters, HMMParameters)
-    lengths = _check_lengths(lengths, None)
+    lengths = check_lengths(lengths, None)
     k = parameters.n_states
     if first is None:
         first = draw(parameters.log_start.exp().expand(len(lengths), -1), generator)
@@ -433,10 +433,10 @@ def _check(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None, 
     if len(x) == 0:
         raise ValueError("`x` should hold at least one step. Found none.")
     parameters.emissions.check(x)
-    return _check_lengths(lengths, len(x))
+    return check_lengths(lengths, len(x))
 
 
-def _check_lengths(lengths: Sequence[int] | None, n_steps: int | None) -> list[int]:
+def check_lengths(lengths: Sequence[int] | None, n_steps: int | None) -> list[int]:
     total = "" if n_steps is None else f" that sum to {n_steps}"
     each: list[int | None] = [None]
     with contextlib.suppress(TypeError):  # no sequence

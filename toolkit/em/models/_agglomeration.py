@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.covariance import CovarianceType, structure_of
+from toolkit.em.covariance import CovarianceType
 from toolkit.em.engine.seeding import device_of, nearest
+from toolkit.em.engine.starts import start_alike
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Agglomeration"]
@@ -74,23 +75,9 @@ class Agglomeration:
             labels = torch.from_numpy(fcluster(merges.numpy(), n_components, "maxclust")).to(points.device).long() - 1
             # Identical samples give fewer clusters.
             if int(labels.max()) + 1 == n_components:
-                found.append(self._mixture(_of_all(points, self.chosen, labels), n_components, kind, reg_covar))
+                labels = _of_all(points, self.chosen, labels)
+                found.append(start_alike(self.x, None, labels, _means(self.x, labels), kind, reg_covar))
         return found
-
-    def _mixture(self, labels: Tensor, n_components: int, kind: CovarianceType, reg_covar: float) -> GaussianParameters:
-        x = self.x
-        counts = labels.bincount(minlength=n_components).to(x.dtype)
-        means = x.new_zeros(n_components, x.shape[1]).index_add_(0, labels, x) / counts[:, None]
-        residuals = x - means[labels]
-        structure = structure_of(kind)
-        one = structure.separate.moments(residuals.mT[None], residuals.mT[None])
-        covariance = structure.separate.estimate(one, x.new_full((1, x.shape[1]), len(x)))[0]
-        return GaussianParameters.from_covariances(
-            weights=counts / counts.sum(),
-            means=means,
-            covariances=structure.repeat(structure.regularise(covariance, reg_covar), n_components),
-            covariance_type=kind,
-        )
 
 
 def _metrics(centred: Tensor) -> tuple[Tensor, ...]:
@@ -108,9 +95,12 @@ def _of_all(points: Tensor, chosen: Tensor, labels: Tensor) -> Tensor:
     """Return the cluster of every sample (N,), by the nearest mean of the chosen samples' clusters."""
     if len(chosen) == len(points):
         return labels
-    n_clusters = int(labels.max()) + 1
-    counts = labels.bincount(minlength=n_clusters)[:, None]
-    means = points.new_zeros(n_clusters, points.shape[1]).index_add_(0, labels, points[chosen]) / counts
-    found: Tensor = nearest(points, means[None])[0]
+    found: Tensor = nearest(points, _means(points[chosen], labels)[None])[0]
     found[chosen] = labels
     return found
+
+
+def _means(points: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of each cluster (K, D)."""
+    counts = labels.bincount()[:, None]
+    return points.new_zeros(len(counts), points.shape[1]).index_add_(0, labels, points) / counts

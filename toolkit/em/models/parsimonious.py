@@ -32,7 +32,7 @@ from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb_family
 from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statistics_of
 from toolkit.em.engine.samples import Prepared, prepare
-from toolkit.em.gaussian import GaussianParameters
+from toolkit.em.gaussian import GaussianParameters, moments_of
 from toolkit.em.models._common import check_shape, check_table
 
 __all__ = [
@@ -142,10 +142,7 @@ class ParsimoniousParameters(Located):
                 f"`x` and `responsibilities` should have shapes (N, {self.n_features}) and (N, {self.n_components}). "
                 f"Found {tuple(x.shape)} and {tuple(responsibilities.shape)}."
             )
-        counts = soft_counts(responsibilities.sum(0))
-        means = responsibilities.mT @ x / counts[:, None]
-        differences = x.mT - means[:, :, None]
-        scatter = self._kind.structure.wide.moments(responsibilities.mT[:, None] * differences, differences)
+        counts, means, scatter = moments_of(x, responsibilities, self._kind.structure.wide)
         return ParsimoniousParameters(
             log_weights=counts.log() - counts.sum().log(),
             means=means,

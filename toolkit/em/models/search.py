@@ -6,7 +6,6 @@ N samples, D features, K components.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
@@ -241,13 +240,12 @@ def _race(fits: Fits, options: ClimbOptions, narrowest: float) -> list[Search]:
     lane_of = {fit: lane for rows, lane in zip(fits.rows, lanes, strict=True) for fit in rows.tolist()}
     while chosen := sorted(fit for lane in lanes for fit in lane.next()):
         ids = np.array(chosen)
-        rest = climb_together(
-            functools.partial(_em_of, fits, ids),
-            short.positions[ids],
-            accelerate=options.accelerate,
-            tol=options.tol,
-            limits=options.max_iter - short.n_iter[ids],
-        )
+
+        def em(which: _Ints, positions: _Floats, ids: _Ints = ids) -> tuple[_Floats, _Floats, _Floats]:
+            return fits.em(ids[which], positions)
+
+        limits = options.max_iter - short.n_iter[ids]
+        rest = climb_together(em, short.positions[ids], accelerate=options.accelerate, tol=options.tol, limits=limits)
         least = fits.narrowest(ids, np.where(rest.failed[:, None], short.positions[ids], rest.positions))
         for place, fit in enumerate(chosen):
             lane = lane_of[fit]
@@ -263,8 +261,3 @@ def _race(fits: Fits, options: ClimbOptions, narrowest: float) -> list[Search]:
             )
             (lane.found if least[place] >= narrowest else lane.refused).append(whole)
     return [lane.result(fits) for lane in lanes]
-
-
-def _em_of(fits: Fits, ids: _Ints, which: _Ints, positions: _Floats) -> tuple[_Floats, _Floats, _Floats]:
-    """Return the EM step of some of the fits `ids`."""
-    return fits.em(ids[which], positions)

@@ -332,19 +332,34 @@ def select(
     numbers = sorted({integer("n_components", k, 1, len(x)) for k in n_components})
     if models is None:
         models = COVARIANCE_MODELS if x.shape[1] > 1 else ("EII", "VII")
-    options = _Options(
-        n_init=integer("n_init", n_init, 0),
-        init=tuple(init),
-        narrowest=number("narrowest", narrowest, least=0),
-        reg_covar=number("reg_covar", reg_covar, least=0),
-        climb=ClimbOptions(
-            accelerate=accelerate, tol=number("tol", tol, least=0), max_iter=integer("max_iter", max_iter, 0)
-        ),
+    n_init, init = integer("n_init", n_init, 0), tuple(init)
+    narrowest, reg_covar = number("narrowest", narrowest, least=0), number("reg_covar", reg_covar, least=0)
+    options = ClimbOptions(
+        accelerate=accelerate, tol=number("tol", tol, least=0), max_iter=integer("max_iter", max_iter, 0)
     )
-    _check(x, numbers, models, criterion, options)
-    trees = Agglomeration.of(x, generator) if max(numbers) > 1 else None
+    if not numbers:
+        raise ValueError("`n_components` should be at least one number. Found none.")
+    if not models:
+        raise ValueError("`models` should name at least one model. Found none.")
     kinds = dict.fromkeys(model_of(model).start.name for model in models)
-    starts = {(k, kind): _starts(x, trees, k, kind, options, generator) for k in numbers for kind in kinds}
+    choice("criterion", criterion, get_args(Criterion))
+    if not init or not set(init) <= set(get_args(Init)):
+        raise ValueError(f"`init` should be a sequence of {', '.join(get_args(Init))}. Found {init!r}.")
+    choice("accelerate", accelerate, get_args(Accelerate))
+    trees = Agglomeration.of(x, generator) if max(numbers) > 1 else None
+
+    def starts_of(k: int, kind: CovarianceType) -> list[GaussianParameters] | str:
+        """Return the starts of all models of one kind, or the reason why there are none."""
+        try:
+            found = trees.starts(k, kind, reg_covar) if trees is not None and k > 1 else []
+            for i in range(1 if k == 1 else n_init):
+                way = init[i % len(init)]
+                found.append(start(x, k, covariance_type=kind, init=way, reg_covar=reg_covar, generator=generator))
+        except ValueError as error:
+            return str(error)
+        return found or "there are fewer distinct samples than components"
+
+    starts = {(k, kind): starts_of(k, kind) for k in numbers for kind in kinds}
     cells, problems = [], {}
     for k, model in itertools.product(numbers, models):
         own = starts[k, model_of(model).start.name]
@@ -352,62 +367,22 @@ def select(
             problems[k, model] = own
         else:
             cells.append(Cell(model_of(model), k, own))
-    searches = search(
-        x, cells, options.climb, reg_covar=options.reg_covar, sample_weight=sample_weight, narrowest=options.narrowest
-    )
+    searches = search(x, cells, options, reg_covar=reg_covar, sample_weight=sample_weight, narrowest=narrowest)
     candidates = []
+    n_samples = float(len(x) if sample_weight is None else sample_weight.to(torch.float64).sum())
     for k, model in itertools.product(numbers, models):
         problem = problems.get((k, model))
         found = next(searches) if problem is None else Search(None, None, (problem,), 0)
-        candidates.append(_candidate(x, sample_weight, k, model, found, options.narrowest))
+        candidates.append(_candidate(x, sample_weight, n_samples, k, model, found, narrowest))
         if callback is not None:
             callback(candidates[-1])
-    n_samples = float(len(x) if sample_weight is None else sample_weight.to(torch.float64).sum())
     return Selection(candidates=tuple(candidates), criterion=criterion, n_samples=n_samples)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """The options of all fits of a selection (see `select`)."""
-
-    n_init: int
-    init: tuple[Init, ...]
-    narrowest: float
-    reg_covar: float
-    climb: ClimbOptions
-
-
-def _starts(
-    x: Tensor,
-    trees: Agglomeration | None,
-    n_components: int,
-    kind: CovarianceType,
-    options: _Options,
-    generator: torch.Generator | None,
-) -> list[GaussianParameters] | str:
-    """Return the starts of all models of one kind, or the reason why there are none."""
-    try:
-        found = trees.starts(n_components, kind, options.reg_covar) if trees is not None and n_components > 1 else []
-        for i in range(1 if n_components == 1 else options.n_init):
-            chosen = options.init[i % len(options.init)]
-            found.append(
-                start(
-                    x,
-                    n_components,
-                    covariance_type=kind,
-                    init=chosen,
-                    reg_covar=options.reg_covar,
-                    generator=generator,
-                )
-            )
-    except ValueError as error:
-        return str(error)
-    return found or "there are fewer distinct samples than components"
 
 
 def _candidate(
     x: Tensor,
     sample_weight: Tensor | None,
+    n_samples: float,
     n_components: int,
     model: CovarianceModel,
     found: Search,
@@ -421,7 +396,6 @@ def _candidate(
         return dataclasses.replace(singular, n_refused=found.n_refused, note=found.failures[-1])
     mixture = fit.parameters
     narrow = spikes(mixture, narrowest)
-    n_samples = float(len(x) if sample_weight is None else sample_weight.to(torch.float64).sum())
     return Candidate(
         model=model,
         n_components=n_components,
@@ -437,18 +411,3 @@ def _candidate(
         note=f"far narrower than the others: component {', '.join(map(str, narrow))}" if narrow else "",
         parameters=mixture.to(x.dtype),
     )
-
-
-def _check(
-    x: Tensor, numbers: Sequence[int], models: Sequence[CovarianceModel], criterion: str, options: _Options
-) -> None:
-    if not numbers:
-        raise ValueError("`n_components` should be at least one number. Found none.")
-    if not models:
-        raise ValueError("`models` should name at least one model. Found none.")
-    for model in models:
-        model_of(model)
-    choice("criterion", criterion, get_args(Criterion))
-    if not options.init or not set(options.init) <= set(get_args(Init)):
-        raise ValueError(f"`init` should be a sequence of {', '.join(get_args(Init))}. Found {options.init!r}.")
-    choice("accelerate", options.climb.accelerate, get_args(Accelerate))
