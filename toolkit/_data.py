@@ -93,7 +93,7 @@ def read(
         estimator: Stores the number and the names of the features, or provides them.
         x: (N, D): a tensor, an array, or any array-like of scikit-learn.
         reset: Whether to learn the features.
-        missing: Whether NaN is allowed.
+        missing: Whether NaN, or a value that is masked, is allowed.
         least: The fewest samples.
         hint: Ends the error for NaN.
 
@@ -103,6 +103,11 @@ def read(
     """
     from sklearn.utils.validation import validate_data
 
+    if isinstance(x, np.ma.MaskedArray):
+        hidden = np.ma.getmaskarray(x)
+        if hidden.any() and not missing:
+            raise ValueError(f"`X` should have no masked values. Found {hidden.sum()}.{hint}")
+        x = np.where(hidden, x.dtype.type(np.nan) if x.dtype.kind == "f" else np.nan, x.data) if missing else x.data
     if not isinstance(x, Tensor):
         finite = "allow-nan" if missing else True
         types = [np.float64, np.float32]

@@ -47,6 +47,96 @@ def test_an_argument_of_another_class_is_refused(function, argument, arguments, 
         function(**{**arguments, argument: wrong})
 
 
+ADAM = {"start": MIXTURE, "x": SAMPLES, "optimizer": torch.optim.Adam, "steps": 1}
+STATISTICS = em.Statistics.implied_by(MIXTURE)
+
+# Function, and the sound arguments; the optional one is None in them.
+OPTIONAL = [
+    (em.fit, "prior", {"x": SAMPLES, "n_components": 2}),
+    (em.fit, "group", {"x": SAMPLES, "n_components": 2}),
+    (em.fit, "callback", {"x": SAMPLES, "n_components": 2}),
+    (em.fit_missing, "prior", {"x": SAMPLES, "n_components": 2}),
+    (em.fit_missing, "callback", {"x": SAMPLES, "n_components": 2}),
+    (em.fit_family, "callback", {"family": em.StudentMixture, "x": SAMPLES, "n_components": 2}),
+    (em.em_step_missing, "prior", {"parameters": MIXTURE, "x": SAMPLES}),
+    (em.online_start, "prior", {"parameters": MIXTURE}),
+    (em.incremental_start, "prior", {"parameters": MIXTURE}),
+    (STATISTICS.maximise, "prior", {}),
+    (em.maximise_likelihood, "callback", {"start": MIXTURE, "x": SAMPLES}),
+    (em.gradient_em, "callback", ADAM),
+    (em.select, "callback", {"x": SAMPLES, "n_components": [1], "models": ["EII"]}),
+    (em.standard_errors, "natural", {"mixture": MIXTURE, "x": SAMPLES}),
+    (hmm.fit, "prior", {"start": MARKOV, "x": STEPS}),
+    (hmm.fit, "callback", {"start": MARKOV, "x": STEPS}),
+    (hmm.em_step, "prior", {"parameters": MARKOV, "x": STEPS}),
+    (hmm.m_step, "prior", {"parameters": MARKOV, "x": STEPS, "posteriors": POSTERIORS}),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "arguments"), OPTIONAL, ids=[f"{call[0].__name__}-{call[1]}" for call in OPTIONAL]
+)
+@pytest.mark.parametrize("wrong", ["x", 3, [150], {"a": 3}], ids=["str", "int", "list", "dict"])
+def test_an_optional_argument_of_another_class_is_refused(function, argument, arguments, wrong):
+    with pytest.raises(TypeError, match=f"^`{argument}` should be .*Found"):
+        function(**arguments, **{argument: wrong})
+
+
+@pytest.mark.parametrize(
+    ("estimator", "x"),
+    [(em.GaussianMixture, SAMPLES), (em.GaussianHMM, STEPS), (em.CategoricalHMM, torch.tensor([0, 1, 0]))],
+    ids=["mixture", "hmm", "symbols"],
+)
+def test_a_callback_of_an_estimator_is_a_function(estimator, x):
+    with pytest.raises(TypeError, match=r"^`callback` should be a function of .*Found str"):
+        estimator(2, callback="print").fit(x)
+
+
+@pytest.mark.parametrize("name", ["warm_start", "missing"])
+@pytest.mark.parametrize("wrong", ["False", None, 0.5])
+def test_a_flag_that_is_no_truth_value_is_refused(name, wrong):
+    """The text "False" would count as true."""
+    with pytest.raises(ValueError, match=f"^`{name}` should be True or False. Found"):
+        em.GaussianMixture(2, **{name: wrong}).fit(SAMPLES)
+
+
+@pytest.mark.parametrize("name", ["weights_init", "means_init", "precisions_init"])
+def test_a_start_that_is_not_of_numbers_is_refused(name):
+    with pytest.raises(ValueError, match=rf"^`{name}` should be numbers\. Found 'kmeans'"):
+        em.GaussianMixture(2, **{name: "kmeans"}).fit(SAMPLES)
+
+
+@pytest.mark.parametrize("family", [em.StudentMixture, em.FactorAnalysers])
+def test_half_precision_is_refused_by_families_of_real_samples(family):
+    options = {"n_factors": 1} if family is em.FactorAnalysers else {}
+    with pytest.raises(TypeError, match=r"^`x` should be a float32 or float64 tensor.*float16"):
+        em.fit_family(family, SAMPLES.half(), 2, **options)
+
+
+def test_statistics_are_scaled_by_numbers_and_merged_with_statistics():
+    with pytest.raises(ValueError, match=r"^`factor` should be finite and not negative. Found 'x'"):
+        STATISTICS.scaled("x")
+    with pytest.raises(TypeError, match=r"^`other` should be of type Statistics"):
+        STATISTICS.merged("x")
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [(torch.ones(3), "should have shape"), (-torch.ones(len(SAMPLES)), "not negative"), ([1.0], "should be a tensor")],
+    ids=["shape", "negative", "list"],
+)
+def test_weights_of_a_default_prior_are_those_of_its_samples(weights, found):
+    """The mean and the covariance of negative weights are those of positive ones."""
+    with pytest.raises((TypeError, ValueError), match=f"^`sample_weight` should.*{found}|^`sample_weight` {found}"):
+        em.Prior.default(SAMPLES, 2, "full", sample_weight=weights)
+
+
+@pytest.mark.parametrize("update", ["x", 3, None, ["s"]])
+def test_kinds_of_parameters_to_update_are_letters(update):
+    with pytest.raises(ValueError, match=r"^`update` should have the letters s, t, e, m, c. Found"):
+        hmm.fit(MARKOV, STEPS, update=update)
+
+
 @pytest.mark.parametrize(
     ("function", "argument", "arguments"),
     [call for call in CALLS if call[1] != "x"],

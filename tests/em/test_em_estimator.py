@@ -612,6 +612,20 @@ def test_prior_changes_with_the_units():
     assert np.allclose(49 * one.covariances_, other.covariances_, rtol=1e-4)
 
 
+def test_masked_values_are_missing_or_refused():
+    """The numbers under a mask are no samples."""
+    x = bundled.load_iris().data.astype(np.float32)
+    hidden = np.random.default_rng(0).random(x.shape) < 0.1
+    masked = np.ma.masked_array(x, mask=hidden)
+    with pytest.raises(ValueError, match=rf"^`X` should have no masked values\. Found {hidden.sum()}\. `missing=True`"):
+        GaussianMixture(2, random_state=0).fit(masked)
+    found = GaussianMixture(2, random_state=0, missing=True).fit(masked)
+    expected = GaussianMixture(2, random_state=0, missing=True).fit(np.where(hidden, np.float32(np.nan), x))
+    np.testing.assert_array_equal(found.means_, expected.means_)
+    whole = GaussianMixture(2, random_state=0).fit(np.ma.masked_array(x))
+    np.testing.assert_array_equal(whole.means_, GaussianMixture(2, random_state=0).fit(x).means_)
+
+
 @pytest.mark.parametrize("prior", ["weak", 1.0, object()], ids=["name", "number", "object"])
 def test_prior_that_is_none(prior):
     with pytest.raises(ValueError, match="`prior` should be a Prior, 'default' or None"):

@@ -1156,7 +1156,7 @@ BAD_CALLS = {
         ValueError,
         "`sequence_weight` should be numbers. Found 'a'",
     ),
-    "update": (lambda: hmm.fit(model("diag"), X, update="sx"), ValueError, "`update` should have the letters.*'x'"),
+    "update": (lambda: hmm.fit(model("diag"), X, update="sx"), ValueError, "`update` should have the letters.*'sx'"),
     "shape": (
         lambda: dataclasses.replace(model("diag"), log_start=torch.zeros(2)),
         ValueError,

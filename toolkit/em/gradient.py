@@ -24,7 +24,7 @@ from torch.optim import LBFGS, Optimizer
 from toolkit._checks import integer
 from toolkit.blocks import is_blocked, no_graph, variable
 from toolkit.em.engine.acceleration import Climb
-from toolkit.em.engine.checks import check_samples
+from toolkit.em.engine.checks import check_callback, check_samples
 from toolkit.em.engine.seeding import device_of
 from toolkit.em.mixture import (
     RESPONSIBILITIES,
@@ -99,6 +99,7 @@ def gradient_em(
     """
     check_mixture(start, "start")
     check_samples(x, sample_weight)
+    check_callback(callback)
     if not callable(optimizer):
         raise TypeError(
             "`optimizer` should be a function of the leaves, `lambda leaves: torch.optim.Adam(leaves)` say. "

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.func import hessian, jacfwd
 
-from toolkit._checks import choice
+from toolkit._checks import choice, function
 from toolkit.blocks import no_graph, unblock
 from toolkit.em.engine.checks import check_samples
 from toolkit.em.engine.coordinates import Layout, flat
@@ -293,6 +293,8 @@ def standard_errors(
         tensor([[0.5590]], dtype=torch.float64)
     """
     choice("method", method, get_args(ErrorMethod))
+    if natural is not None:
+        function("natural", natural, "the mixture")
     at = _Coordinates(mixture, x, sample_weight)
     complete = complete_information(mixture, x, sample_weight)
     basis = _whitener(complete)

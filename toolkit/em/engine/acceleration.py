@@ -24,7 +24,7 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
-from toolkit.em.engine.checks import check_samples
+from toolkit.em.engine.checks import check_callback, check_samples
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING, leaders
 from toolkit.em.mixture import Family, check_mixture, e_step
@@ -162,6 +162,7 @@ def climb(
     choice("accelerate", accelerate, get_args(Accelerate))
     tol, max_iter = number("tol", tol, least=0), integer("max_iter", max_iter, 0)
     rounding = number("rounding", rounding, least=0)
+    check_callback(callback)
 
     def evaluate(parameters: P, position: _Vector) -> _Point[P]:
         image, value = em(parameters)

@@ -8,14 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toolkit._checks import function
 from toolkit.em.mixture import check_shape_of_weights
 
 __all__ = [
     "FLOATS",
+    "check_callback",
     "check_covariance",
     "check_finite",
     "check_floats",
     "check_matrix",
+    "check_prior",
     "check_samples",
     "check_weights",
 ]
@@ -67,6 +70,18 @@ def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
     if x.ndim == 0 or len(x) == 0:
         raise ValueError(f"`x` should hold at least one sample. Found shape {tuple(x.shape)}.")
     check_weights(sample_weight, len(x))
+
+
+def check_callback(callback: object) -> None:
+    """Raise a TypeError unless the callback is a function or None."""
+    if callback is not None:
+        function("callback", callback, "a number of evaluations and a log-likelihood")
+
+
+def check_prior(prior: object) -> None:
+    """Raise a TypeError unless the prior of a Gaussian mixture has a mode and a density, or is None."""
+    if prior is not None and not (hasattr(prior, "maximise") and hasattr(prior, "log_density")):
+        raise TypeError(f"`prior` should be a Prior or None. Found {prior!r}.")
 
 
 def check_covariance(covariance: Tensor) -> None:

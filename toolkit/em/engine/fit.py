@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 
-from toolkit._checks import integer, number
+from toolkit._checks import instance, integer, number
 from toolkit._data import Rows, rows_of, smallest
 from toolkit._random import check_generator
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb, climb_family, ranked
+from toolkit.em.engine.checks import check_callback, check_prior
 from toolkit.em.engine.fused import maximise, rounding_error
 from toolkit.em.engine.ranks import led, pass_over_ranks
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
@@ -134,9 +135,11 @@ def fit(
     structure_of(covariance_type)
     reg_covar, tol = number("reg_covar", reg_covar, least=0), number("tol", tol, least=0)
     max_iter = integer("max_iter", max_iter, 0)
-    if prior is not None and not hasattr(prior, "log_density"):
-        raise TypeError(f"`prior` should be a Prior or None. Found {prior!r}.")
+    check_prior(prior)
+    check_callback(callback)
     check_generator(generator)
+    if group is not None:
+        instance("group", group, ProcessGroup)
     rows = _agreed_rows(x, sample_weight, n_components, covariance_type, group)
     data = prepare(rows, covariance_type, n_components, cache=cache, group=group)
     if n_components > data.n_samples:

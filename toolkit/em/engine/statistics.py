@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from toolkit._checks import number
+from toolkit._checks import instance, number
 from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
+from toolkit.em.engine.checks import check_prior
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["MomentsPrior", "Statistics"]
@@ -56,6 +57,7 @@ class Statistics:
 
     def scaled(self, factor: float) -> Statistics:
         """Return the statistics with the weight of each sample multiplied by `factor`."""
+        factor = number("factor", factor, least=0)
         return dataclasses.replace(self, counts=factor * self.counts, scatter=factor * self.scatter)
 
     def merged(self, other: Statistics) -> Statistics:
@@ -64,6 +66,7 @@ class Statistics:
         References:
             Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983, equation 2.1.
         """
+        instance("other", other, Statistics)
         counts = self.counts + other.counts
         share = other.counts / soft_counts(counts)
         steps = other.means - self.means
@@ -83,10 +86,12 @@ class Statistics:
             prior: The prior.
 
         Raises:
+            TypeError: If `prior` is no prior.
             ValueError: If a covariance is singular, or `reg_covar` is negative or not finite.
         """
         if not isinstance(reg_covar, Tensor):
             reg_covar = number("reg_covar", reg_covar, least=0)
+        check_prior(prior)
         kind, structure = self.covariance_type, structure_of(self.covariance_type)
         if prior is not None:
             weights, means, covariances = prior.maximise(self.counts, self.means, self.scatter, kind)

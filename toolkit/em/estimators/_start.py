@@ -107,7 +107,7 @@ def _random_start(
     return start_from(x, draws / draws.sum(1, keepdim=True), origins, covariance_type, reg_covar, sample_weight)
 
 
-def check_given(
+def check_init_parameters(
     weights: Tensor | None,
     means: Tensor | None,
     precisions: Tensor | None,

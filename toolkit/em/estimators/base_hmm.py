@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -23,6 +24,8 @@ from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em import hmm
 from toolkit.em.engine.acceleration import Accelerate, Climb, ranked
+from toolkit.em.engine.checks import check_callback
+from toolkit.em.estimators.base_mixture import numbers
 from toolkit.em.hmm.core import check_lengths
 
 __all__ = ["BaseHMM", "Decoder", "concentration", "dirichlet"]
@@ -49,6 +52,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
     init_params: str
     algorithm: Decoder
     accelerate: Accelerate
+    callback: Callable[[int, float], None] | None
     startprob_: Array
     transmat_: Array
 
@@ -299,6 +303,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
 
     def _check_parameters(self) -> None:
         integer("n_components", self.n_components)
+        check_callback(self.callback)
         integer("max_iter", self.max_iter, 0)
         level(self.verbose)
         number("tol", self.tol, least=0)
@@ -308,16 +313,6 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
             if not isinstance(found, str) or set(found) - set(self._letters):
                 letters = ", ".join(f"{letter} ({what})" for letter, what in self._letters.items())
                 raise ValueError(f"`{name}` should have the letters {letters}. Found {found!r}.")
-
-
-def numbers(name: str, values: object) -> Tensor:
-    """Return numbers as float64; raise a ValueError for anything else."""
-    if isinstance(values, Tensor):
-        return values.to(torch.float64)
-    try:
-        return torch.from_numpy(np.array(values, np.float64))
-    except (TypeError, ValueError):
-        raise ValueError(f"`{name}` should be numbers. Found {values!r}.") from None
 
 
 def _lengths(lengths: Any, n_steps: int) -> list[int]:

@@ -20,7 +20,7 @@ from toolkit._data import Array, Form, RandomState, generator_of, read_parts, re
 from toolkit.blocks import no_graph
 from toolkit.em.mixture import Mixture
 
-__all__ = ["BaseMixture", "tensor"]
+__all__ = ["BaseMixture", "numbers", "tensor"]
 
 # The most numbers in a batch's (K, D, B) array, the working memory of a prediction.
 _BATCH = 2**20
@@ -237,3 +237,13 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
 def tensor(values: Any) -> Tensor:
     """Return an attribute, an array or a tensor, as float64."""
     return values.to(torch.float64) if isinstance(values, Tensor) else torch.from_numpy(np.array(values, np.float64))
+
+
+def numbers(name: str, values: object) -> Tensor:
+    """Return numbers as float64; raise a ValueError for anything else."""
+    if isinstance(values, Tensor):
+        return values.to(torch.float64)
+    try:
+        return torch.from_numpy(np.array(values, np.float64))
+    except (TypeError, ValueError):
+        raise ValueError(f"`{name}` should be numbers. Found {values!r}.") from None

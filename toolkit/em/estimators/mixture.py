@@ -39,13 +39,14 @@ from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
+from toolkit.em.engine.checks import check_callback
 from toolkit.em.engine.samples import prepare
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._density import FEW, log_joint, log_joint_of_few
 from toolkit.em.estimators._engine import Engine, GaussianEngine, MissingEngine
-from toolkit.em.estimators._start import InitParams, check_given, starts_by
+from toolkit.em.estimators._start import InitParams, check_init_parameters, starts_by
 from toolkit.em.estimators._types import as_gaussian, engine_type, gaussian_type, model_of, start_type
-from toolkit.em.estimators.base_mixture import BaseMixture, tensor
+from toolkit.em.estimators.base_mixture import BaseMixture, numbers, tensor
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.information import ErrorMethod, standard_errors
 from toolkit.em.mixture import Mixture
@@ -455,6 +456,7 @@ class GaussianMixture(BaseMixture):
 
     def _check_parameters(self) -> None:
         """Raise a ValueError for the first parameter that is out of range."""
+        check_callback(self.callback)
         least = {"n_components": 1, "n_init": 1, "max_iter": 0, "verbose_interval": 1}
         for name, smallest in least.items():
             integer(name, getattr(self, name), smallest)
@@ -469,6 +471,9 @@ class GaussianMixture(BaseMixture):
             ("accelerate", get_args(Accelerate)),
         ):
             choice(name, getattr(self, name), choices)
+        for name in ("warm_start", "missing"):
+            if not isinstance(found := getattr(self, name), int | np.bool_):
+                raise ValueError(f"`{name}` should be True or False. Found {found!r}.")
         if self.prior not in (None, "default") and not isinstance(self.prior, Prior):
             raise ValueError(f"`prior` should be a Prior, 'default' or None. Found {self.prior!r}.")
         if self.covariance_type in COVARIANCE_MODELS:
@@ -519,13 +524,12 @@ class GaussianMixture(BaseMixture):
     def _starts(self, data: Data, generator: torch.Generator) -> tuple[list[GaussianParameters], int]:
         """Return the starts, float64, and the number of singular ones; raise the last error if all were singular."""
         x, kind = data.sampled, start_type(self.covariance_type)
-        given = {
-            name: None if (value := getattr(self, f"{name}_init")) is None else tensor(value).to(x.device)
-            for name in ("weights", "means", "precisions")
-        }
-        weights, means = given["weights"], given["means"]
+        weights, means, precisions = (
+            None if (value := getattr(self, name)) is None else numbers(name, value).to(x.device)
+            for name in ("weights_init", "means_init", "precisions_init")
+        )
         shape = int(self.n_components), x.shape[1]
-        factor = check_given(weights, means, given["precisions"], shape, kind)
+        factor = check_init_parameters(weights, means, precisions, shape, kind)
         if weights is not None and means is not None and factor is not None:
             only = GaussianParameters(
                 log_weights=weights.log(), means=means, precisions_cholesky=factor, covariance_type=kind

@@ -218,7 +218,7 @@ def m_step(
     """
     _check(parameters, x, None)
     instance("posteriors", posteriors, Posteriors)
-    prior = prior or DirichletPrior()
+    prior = _given(prior)
     new = parameters.emissions.m_step(x, posteriors.states, prior=prior.emission, reg_covar=reg_covar)
     return with_counts(parameters, posteriors.start, posteriors.transitions, new, prior)
 
@@ -277,7 +277,7 @@ def em_step(
     """
     lengths, reg_covar = _check(parameters, x, lengths), number("reg_covar", reg_covar, least=0)
     engine = Engine(parameters, x, lengths, sequence_weight)
-    new, values = engine.step(parameters, prior or DirichletPrior(), reg_covar)
+    new, values = engine.step(parameters, _given(prior), reg_covar)
     weight = engine.weight
     dtype = parameters.log_start.dtype
     return new.to(dtype), _per_step(values if weight is None else weight * values, lengths, weight)
@@ -330,9 +330,9 @@ def fit(
                 [0.0000, 1.0000]], dtype=torch.float64)
     """
     lengths, reg_covar = _check(start, x, lengths, "start"), number("reg_covar", reg_covar, least=0)
-    if unknown := set(update) - set("stemc"):
-        raise ValueError(f"`update` should have the letters s, t, e, m, c. Found {''.join(sorted(unknown))!r}.")
-    prior = prior or DirichletPrior()
+    if not isinstance(update, str) or set(update) - set("stemc"):
+        raise ValueError(f"`update` should have the letters s, t, e, m, c. Found {update!r}.")
+    prior = _given(prior)
     start = start.to(torch.float64)
     engine = Engine(start, x, lengths, sequence_weight)
     weight = engine.weight
@@ -437,6 +437,7 @@ def _check(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None, 
 
 
 def check_lengths(lengths: Sequence[int] | None, n_steps: int | None) -> list[int]:
+    """Return the lengths as Python's integers; raise a ValueError unless they are positive and sum to `n_steps`."""
     total = "" if n_steps is None else f" that sum to {n_steps}"
     each: list[int | None] = [None]
     with contextlib.suppress(TypeError):  # no sequence
@@ -448,6 +449,13 @@ def check_lengths(lengths: Sequence[int] | None, n_steps: int | None) -> list[in
         short = found if len(found) < 10 else [*found[:8], "..."]
         raise ValueError(f"`lengths` should be positive integers{total}. Found {short}, which sum to {sum(found)}.")
     return found
+
+
+def _given(prior: DirichletPrior | None) -> DirichletPrior:
+    """Return the prior, by default one without an effect; raise a TypeError for anything else."""
+    if prior is not None:
+        instance("prior", prior, DirichletPrior)
+    return prior or DirichletPrior()
 
 
 def _check_weight(weight: Tensor | None, lengths: Sequence[int]) -> None:

@@ -18,7 +18,6 @@ from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
 __all__ = [
     "FAR",
     "centres",
-    "check_finite_floats",
     "check_shape",
     "check_start",
     "check_table",
@@ -137,10 +136,3 @@ def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Gener
     """Draw standard normal numbers in the type and on the device of `like`."""
     device = device_of(generator, like)
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
-
-
-def check_finite_floats(x: Tensor) -> None:
-    """Raise unless all samples are finite floating-point numbers."""
-    if not x.is_floating_point():
-        raise TypeError(f"`x` should be a floating-point tensor. Found {x.dtype}.")
-    check_finite(x)

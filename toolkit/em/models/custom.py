@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from toolkit._checks import integer
+from toolkit._checks import function, integer
 from toolkit.blocks import carries_gradient, constants, no_graph
 from toolkit.em.components import Components
 from toolkit.em.engine.seeding import device_of
@@ -79,6 +79,7 @@ class DistributionMixture(Components):
         super().__post_init__()
         self._check_fields()
         integer("max_steps", self.max_steps)
+        function("build", self.build, "the parameters")
         if not self.parameters or "log_weights" in self.parameters:
             raise ValueError(f"`parameters` should have names, not 'log_weights'. Found {sorted(self.parameters)}.")
         for name, value in self.parameters.items():
@@ -124,6 +125,7 @@ class DistributionMixture(Components):
             ValueError: If an argument is out of range, or the shapes do not fit together.
         """
         check_start(x, n_components, sample_weight)
+        function("guess", guess, "the samples of one component")
         points = x if x.is_floating_point() else x.double()
         if not bool(points.isfinite().all()):
             raise ValueError("`x` should be finite. Found infinite or missing values.")

@@ -25,9 +25,9 @@ from toolkit.em.components import Located
 from toolkit.em.mixture import RESPONSIBILITIES, e_step, expectation, mean
 from toolkit.em.models._common import (
     centres,
-    check_finite_floats,
     check_shape,
     check_start,
+    check_table,
     clamp_coordinates,
     log_weights_of,
     partition,
@@ -125,7 +125,7 @@ class FactorAnalysers(Located):
             ValueError: If an argument is out of range, or all samples are the same.
         """
         n_components = check_start(x, n_components, sample_weight)
-        check_finite_floats(x)
+        check_table(x)
         check_noise_type(noise_type)
         n_factors = integer("n_factors", n_factors, 1, x.shape[1])
         labels, weights = partition(x, n_components, sample_weight, generator)
@@ -178,7 +178,7 @@ class FactorAnalysers(Located):
     def check(self, x: Tensor) -> None:
         """Raise a ValueError unless `x` (N, D) is finite."""
         check_shape(x, self.n_features)
-        check_finite_floats(x)
+        check_table(x)
 
     def log_joint(self, x: Tensor) -> Tensor:
         r"""Return the log of weight times density, (N, K), nats.

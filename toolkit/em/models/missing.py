@@ -28,7 +28,7 @@ from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
-from toolkit.em.engine.checks import check_weights
+from toolkit.em.engine.checks import check_prior, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds, squared_distances
 from toolkit.em.engine.starts import Init, check_given, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
@@ -228,6 +228,7 @@ def em_step_missing(
     check_features(parameters, x)
     _check(x, sample_weight)
     reg_covar = number("reg_covar", reg_covar, least=0)
+    check_prior(prior)
     data = Incomplete.of(x.double(), sample_weight, parameters.n_components)
     after, value = _em_step(parameters.to(torch.float64), data, reg_covar, prior)
     return after.to(parameters.means.dtype), value
@@ -288,6 +289,7 @@ def fit_missing(
     _check(x, sample_weight)
     n_components, n_init = integer("n_components", n_components, 1, len(x)), integer("n_init", n_init)
     reg_covar = number("reg_covar", reg_covar, least=0)
+    check_prior(prior)
     structure_of(covariance_type)
     if isinstance(init, GaussianParameters):
         check_given(init, n_components, x.shape[1], covariance_type)

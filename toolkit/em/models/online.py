@@ -27,7 +27,7 @@ from torch import Tensor
 
 from toolkit._checks import instance, integer, number
 from toolkit.blocks import no_graph
-from toolkit.em.engine.checks import check_finite, check_floats, check_weights
+from toolkit.em.engine.checks import check_finite, check_floats, check_prior, check_weights
 from toolkit.em.engine.fused import accumulate, statistics_of
 from toolkit.em.engine.samples import prepare
 from toolkit.em.engine.statistics import Statistics
@@ -134,6 +134,7 @@ def online_start(
     least_step = number("least_step", least_step, least=0, most=1)
     offset, burn_in = number("offset", offset, least=0), number("burn_in", burn_in, least=0)
     reg_covar = number("reg_covar", reg_covar, least=0)
+    check_prior(prior)
     average_from = None if average_from is None else integer("average_from", average_from, 0)
     parameters = parameters.to(torch.float64)
     return OnlineState(
@@ -277,6 +278,7 @@ def incremental_start(
     """
     instance("parameters", parameters, GaussianParameters)
     burn_in, reg_covar = number("burn_in", burn_in, least=0), number("reg_covar", reg_covar, least=0)
+    check_prior(prior)
     return IncrementalState(
         parameters=parameters.to(torch.float64),
         batches={},

@@ -29,7 +29,7 @@ from toolkit._tensors import tensors
 from toolkit.blocks import no_graph
 from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
-from toolkit.em.engine.checks import check_matrix
+from toolkit.em.engine.checks import check_matrix, check_weights
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Prior"]
@@ -121,7 +121,9 @@ class Prior(Movable):
             A prior in float64.
 
         Raises:
-            ValueError: If a feature has no value or is constant, or the type is unknown.
+            TypeError: If `sample_weight` is no tensor.
+            ValueError: If a feature has no value or is constant, the weights are negative, all 0 or of another shape,
+                or the type is unknown.
 
         References:
             Fraley & Raftery, 2007, section 3 (choice of the hyperparameters).
@@ -130,6 +132,7 @@ class Prior(Movable):
         structure = structure_of(covariance_type)
         tensors(x=x)
         check_matrix(x)
+        check_weights(sample_weight, len(x))
         mean, covariance = _mean_and_covariance(x.double(), sample_weight)
         d = x.shape[1]
         variances = covariance.diagonal()

@@ -28,7 +28,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from toolkit._checks import choice, instance, integer, number
+from toolkit._checks import choice, function, instance, integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.covariance.models import COVARIANCE_MODELS, CovarianceModel, model_of, n_free_parameters
@@ -343,6 +343,8 @@ def select(
         raise ValueError("`models` should name at least one model. Found none.")
     kinds = dict.fromkeys(model_of(model).start.name for model in models)
     choice("criterion", criterion, get_args(Criterion))
+    if callback is not None:
+        function("callback", callback, "a candidate")
     if not init or not set(init) <= set(get_args(Init)):
         raise ValueError(f"`init` should be a sequence of {', '.join(get_args(Init))}. Found {init!r}.")
     choice("accelerate", accelerate, get_args(Accelerate))

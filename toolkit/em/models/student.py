@@ -29,9 +29,9 @@ from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, 
 from toolkit.em.mixture import RESPONSIBILITIES, e_step, expectation, mean
 from toolkit.em.models._common import (
     centres,
-    check_finite_floats,
     check_shape,
     check_start,
+    check_table,
     clamp_coordinates,
     is_wrapped,
     partition,
@@ -167,7 +167,7 @@ class StudentMixture(Located):
             ValueError: If an argument is out of range, or a scatter is singular.
         """
         n_components = check_start(x, n_components, sample_weight)
-        check_finite_floats(x)
+        check_table(x)
         if degrees_of_freedom is not None:
             degrees_of_freedom = number("degrees_of_freedom", degrees_of_freedom, above=0, infinite=True)
         reg_covar = number("reg_covar", reg_covar, least=0)
@@ -199,7 +199,7 @@ class StudentMixture(Located):
     def check(self, x: Tensor) -> None:
         """Raise a ValueError unless `x` (N, D) is finite."""
         check_shape(x, self.n_features)
-        check_finite_floats(x)
+        check_table(x)
 
     def distances(self, x: Tensor) -> Tensor:
         r"""Return :math:`\delta_{nk}`, squared distances in units of the scatter: (N, K)."""
