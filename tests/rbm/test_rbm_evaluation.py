@@ -705,7 +705,7 @@ def test_pseudo_log_likelihood_does_not_depend_on_how_it_is_grouped(
 ) -> None:
     rbm = _rbm(n_visible=5, n_hidden=7, scale=0.3)
     visible = _draws(rbm, 20)
-    monkeypatch.setitem(evaluation_module._LARGEST, torch.float64, largest)
+    monkeypatch.setitem(evaluation_module.LARGEST_LOG, torch.float64, largest)
     found = pseudo_log_likelihood(rbm, visible)
     assert found.numpy() == pytest.approx(_pseudo_log_likelihood(rbm, visible.numpy()), rel=1e-12)
 

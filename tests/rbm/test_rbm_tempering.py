@@ -1019,6 +1019,10 @@ def test_wrong_types_and_machines_are_refused():
             spread_temperatures(THREE, wrong)
     with pytest.raises(ValueError, match=r"`reference` should have shape \(4,\)\. Found \(4, 1\)\."):
         tempered_start(rbm, n_temperatures=2, n_chains=3, reference=torch.zeros(4, 1))
+    with pytest.raises(ValueError, match=r"`reference` should be finite\. Found nan\."):
+        parallel_tempering(
+            rbm, _state(STARTS), inverse_temperatures=THREE, steps=1, reference=torch.full((4,), math.nan)
+        )
     with pytest.raises(TypeError, match=r"`reference` should be a tensor\. Found ndarray\."):
         swap_probabilities(rbm, STARTS, STARTS, inverse_temperatures=THREE, reference=np.zeros(4))
     with pytest.raises(ValueError, match=r"`inverse_temperatures` should be at least two\. Found \[1\.0\]\."):

@@ -1243,8 +1243,7 @@ def test_shards_are_every_row_once():
 BOUNDED = """
 import sys
 import numpy as np, torch
-from toolkit.rbm import RBM, FusedTrainer
-from toolkit.rbm.training import linear_decay, train
+from toolkit.rbm import RBM, FusedTrainer, linear_decay, train
 torch.set_num_threads(1)
 kind, path, checkpoint = sys.argv[1:]
 generator = torch.Generator().manual_seed(0)

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from toolkit._distributed import rank_generator, shard
+from toolkit._divergence import DivergenceError
 from toolkit._lazy import lazy
 from toolkit.rbm import bias
 from toolkit.rbm.annealing import (
@@ -12,9 +14,7 @@ from toolkit.rbm.annealing import (
     salakhutdinov_schedule,
     sandwich,
 )
-from toolkit.rbm.chains.gibbs import (
-    gibbs,
-)
+from toolkit.rbm.chains.gibbs import gibbs
 from toolkit.rbm.chains.langevin import HiddenInMoves, gibbs_langevin
 from toolkit.rbm.chains.state import TemperedState
 from toolkit.rbm.chains.tempering import (
@@ -28,22 +28,15 @@ from toolkit.rbm.chains.tempering import (
     tempered_start,
 )
 from toolkit.rbm.chains.trajectory import TrajectoryRatios, trajectory_tempering
-from toolkit.rbm.chains.units import (
-    STRAIGHT_THROUGH,
-    Chain,
-)
+from toolkit.rbm.chains.units import STRAIGHT_THROUGH, Chain
 from toolkit.rbm.evaluation import (
     EstimatedLogLikelihood,
     estimated_log_likelihood,
     pseudo_log_likelihood,
     reconstruction_error,
 )
-from toolkit.rbm.machine.enumeration import (
-    exact_samples,
-)
-from toolkit.rbm.machine.joint import (
-    Joint,
-)
+from toolkit.rbm.machine.enumeration import exact_samples
+from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import (
     Bernoulli,
     Categorical,
@@ -84,16 +77,9 @@ from toolkit.rbm.surrogates.fast_weights import (
     updated_fast_weights,
 )
 from toolkit.rbm.surrogates.samplers import langevin_contrastive_divergence, tempered_contrastive_divergence
-from toolkit.rbm.training import (
-    DivergenceError,
-    FusedTrainer,
-    Schedule,
-    cosine_decay,
-    linear_decay,
-    rank_generator,
-    shard,
-    train,
-)
+from toolkit.rbm.training.fused import FusedTrainer
+from toolkit.rbm.training.loop import train
+from toolkit.rbm.training.schedules import Schedule, cosine_decay, linear_decay
 
 if TYPE_CHECKING:
     from toolkit.rbm.estimators import BernoulliRBM, GaussianRBM

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from toolkit._checks import index, instance, integer
 from toolkit.blocks import no_graph
-from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.joint import Joint, checked_reference
 from toolkit.rbm.machine.layers import Bernoulli, Gaussian, log_one_plus_exp
 from toolkit.rbm.machine.model import RBM
 
@@ -513,16 +513,7 @@ def joint_in_full_precision(rbm: RBM) -> Joint:
 
 
 def _reference(joint: Joint, reference: Tensor | None) -> Tensor:
-    if reference is None:
-        return joint.visible.bias
-    if not isinstance(reference, Tensor):
-        raise TypeError(f"`reference` should be a tensor. Found {type(reference).__name__}.")
-    shape = tuple(joint.visible.bias.shape)
-    if reference.shape != shape:
-        raise ValueError(f"`reference` should have shape {shape}. Found {tuple(reference.shape)}.")
-    if not bool(reference.isfinite().all()):
-        raise ValueError(f"`reference` should be finite. Found {float(reference[~reference.isfinite()][0])}.")
-    return reference.to(joint.weights.device)
+    return joint.visible.bias if reference is None else checked_reference(reference, joint)
 
 
 def _inverse_temperatures(inverse_temperatures: int | Tensor) -> list[float]:

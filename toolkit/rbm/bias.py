@@ -18,7 +18,6 @@ S visible states, N data, V columns of visible units. Distributions are (S,), in
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -27,13 +26,13 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from toolkit._checks import choice, integer
 from toolkit._tensors import tensors
 from toolkit.blocks import block, no_graph, stop_gradient
+from toolkit.rbm.machine.enumeration import states_of, units_of
 from toolkit.rbm.machine.joint import Joint
-from toolkit.rbm.machine.layers import Categorical, Layer
+from toolkit.rbm.machine.layers import Layer
 from toolkit.rbm.machine.model import RBM, joint_of
 from toolkit.rbm.surrogates.divergence import graph_if_open
 
@@ -321,13 +320,9 @@ def _check_distribution(start: Tensor, joint: Joint) -> None:
 
 def _states(layer: Layer) -> Tensor:
     """Return all states of a layer, (S, C)."""
-    like = layer.bias
-    if isinstance(layer, Categorical):
-        units = layer.n_columns // layer.categories
-        numbers = torch.tensor(list(itertools.product(range(layer.categories), repeat=units)), device=like.device)
-        return one_hot(numbers, layer.categories).flatten(1).to(like.dtype)
-    numbers = torch.arange(2**layer.n_columns, device=like.device)[:, None]
-    return (numbers >> torch.arange(layer.n_columns - 1, -1, -1, device=like.device) & 1).to(like.dtype)
+    base, n_units = units_of(layer)
+    states: Tensor = states_of(layer, torch.arange(base**n_units), n_units).unflatten(1, (n_units, -1))
+    return states.flip(1).flatten(1)
 
 
 def _conditionals(joint: Joint) -> tuple[Tensor, Tensor]:

@@ -16,14 +16,12 @@ from torch import Tensor
 from toolkit._checks import instance
 from toolkit.blocks import no_graph
 from toolkit.rbm.annealing import Sandwich, check_states, joint_in_full_precision
+from toolkit.rbm.machine.enumeration import LARGEST_LOG
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Bernoulli, Categorical
 from toolkit.rbm.machine.model import RBM
 
 __all__ = ["EstimatedLogLikelihood", "estimated_log_likelihood", "pseudo_log_likelihood", "reconstruction_error"]
-
-# The largest absolute logarithm of a product.
-_LARGEST = {torch.float32: 80.0, torch.float64: 700.0}
 
 
 class EstimatedLogLikelihood(NamedTuple):
@@ -226,6 +224,6 @@ class _Change:
             return 0
         steps = joint.weights.abs() * (2 if isinstance(joint.visible, Categorical) else 1)
         size = joint.hidden.n_columns
-        while size and max(float(part.sum(-1).max()) for part in steps.split(size, dim=-1)) > _LARGEST[steps.dtype]:
+        while size and max(float(part.sum(-1).max()) for part in steps.split(size, dim=-1)) > LARGEST_LOG[steps.dtype]:
             size //= 2
         return size

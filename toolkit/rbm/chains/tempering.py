@@ -21,7 +21,7 @@ from toolkit._checks import choice, integer
 from toolkit.blocks import no_graph
 from toolkit.rbm.chains.state import TemperedState, check_state, new_state, swap, take
 from toolkit.rbm.chains.units import UNITS, Chain, unit_of
-from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.joint import Joint, checked_reference
 from toolkit.rbm.machine.layers import Layer
 from toolkit.rbm.machine.model import RBM, joint_of
 
@@ -400,8 +400,8 @@ def _joint_probabilities(
 ) -> Tensor:
     """Return the probability to swap the states of each pair of neighbours, (T - 1, M), at least in float32."""
     exact, visible, to_hidden, reference = _in_full_precision(joint, visible, to_hidden, reference)
-    difference = _difference(exact, visible, hidden.to(visible), to_hidden, reference)
-    return _swap_probabilities(betas.to(visible), difference)
+    difference = exact.annealed_difference(visible, hidden.to(visible), reference, to_hidden)
+    return (betas.to(visible).diff()[:, None] * difference.diff(dim=0)).exp().clamp(max=1)
 
 
 def _in_full_precision(
@@ -413,14 +413,6 @@ def _in_full_precision(
         return joint, visible, to_hidden, reference
     visible = visible.to(exact.weights)
     return exact, visible, exact.to_hidden(visible), None if reference is None else reference.to(visible)
-
-
-def _difference(joint: Joint, visible: Tensor, hidden: Tensor, to_hidden: Tensor, reference: Tensor | None) -> Tensor:
-    """Return `Joint.annealed_difference`, (T, M), from a known input of the hidden layer."""
-    reference = joint.visible.reference if reference is None else reference
-    at_zero = joint.visible.with_bias(reference).log_weight(visible)
-    interaction = ((to_hidden + joint.hidden.bias) * joint.hidden.statistic(hidden)).sum(-1)
-    return at_zero - joint.visible.log_weight(visible) - interaction
 
 
 def _marginal_probabilities(
@@ -441,11 +433,6 @@ def _marginal_probabilities(
     return (own[lower] + own[upper] - free_energy(lower, upper) - free_energy(upper, lower)).exp().clamp(max=1)
 
 
-def _swap_probabilities(betas: Tensor, difference: Tensor) -> Tensor:
-    """Return the probability to swap each pair of neighbours, (T - 1, M), from D at each temperature, (T, M)."""
-    return (betas.diff()[:, None] * difference.diff(dim=0)).exp().clamp(max=1)
-
-
 def _check_temperatures(inverse_temperatures: Tensor | Sequence[float], joint: Joint) -> Tensor:
     betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64)
     increases = betas.ndim == 1 and len(betas) > 0 and bool((betas.diff() > 0).all())
@@ -455,11 +442,4 @@ def _check_temperatures(inverse_temperatures: Tensor | Sequence[float], joint: J
 
 
 def _check_reference(reference: Tensor | None, joint: Joint) -> Tensor | None:
-    if reference is None:
-        return None
-    if not isinstance(reference, Tensor):
-        raise TypeError(f"`reference` should be a tensor. Found {type(reference).__name__}.")
-    shape = (joint.visible.n_columns,)
-    if reference.shape != shape:
-        raise ValueError(f"`reference` should have shape {shape}. Found {tuple(reference.shape)}.")
-    return reference.to(joint.weights)
+    return None if reference is None else checked_reference(reference, joint).to(joint.weights)

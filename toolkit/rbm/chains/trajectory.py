@@ -167,16 +167,10 @@ def _side_by_side(machines: Sequence[RBM | Joint]) -> Joint:
             f"`machines` should all have the units, sizes and type of the first, {_described(kinds[0])}. "
             f"Found {_described(found)}."
         )
-
-    def together(layers: Sequence[Layer]) -> Layer:
-        fields = ("bias", *layers[0].more_parameters)
-        values = {field: torch.stack([getattr(layer, field) for layer in layers])[:, None] for field in fields}
-        return dataclasses.replace(layers[0], **values)
-
-    return Joint(
-        torch.stack([joint.weights for joint in joints]),
-        together([joint.visible for joint in joints]),
-        together([joint.hidden for joint in joints]),
+    stacked = {name: torch.stack([joint.tensors[name] for joint in joints]) for name in joints[0].tensors}
+    # Parameters of units have one more dimension, that of the chains.
+    return joints[0].with_tensors(
+        {name: tensor if name == "weights" else tensor[:, None] for name, tensor in stacked.items()}
     )
 
 
@@ -188,10 +182,4 @@ def _described(kind: tuple[torch.Size, type[Layer], type[Layer], int | None, tor
 
 def _part(joint: Joint, machines: slice) -> Joint:
     """Return a part of the machines in the leading dimension."""
-    layers = [
-        dataclasses.replace(
-            layer, **{field: getattr(layer, field)[machines] for field in ("bias", *layer.more_parameters)}
-        )
-        for layer in (joint.visible, joint.hidden)
-    ]
-    return Joint(joint.weights[machines], *layers)
+    return joint.with_tensors({name: tensor[machines] for name, tensor in joint.tensors.items()})

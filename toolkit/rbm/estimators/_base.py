@@ -19,8 +19,9 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from toolkit._checks import choice, integer, number
+from toolkit._checks import choice, integer, level, number
 from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, is_chunked
+from toolkit._divergence import DivergenceError
 from toolkit._progress import Progress
 from toolkit._run import Course
 from toolkit.blocks import no_graph
@@ -30,10 +31,10 @@ from toolkit.rbm.estimators._rows import Check, Epoch, Rows, read_rows
 from toolkit.rbm.estimators._trainer import Method, Options, Trainer, trainer_of
 from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS
 from toolkit.rbm.machine.model import RBM, HiddenUnits, VisibleUnits
-from toolkit.rbm.training import DivergenceError, linear_decay
 from toolkit.rbm.training.fused import FusedTrainer
 from toolkit.rbm.training.loop import Plan, run_training
 from toolkit.rbm.training.schedules import Schedule as Rates
+from toolkit.rbm.training.schedules import linear_decay
 
 __all__ = ["BaseRBM", "Callback", "Schedule"]
 
@@ -316,15 +317,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         """Return the initial machine of training."""
         form = self._form
         visible = self._set_coordinates(rows, form)
-        rbm = RBM(
-            len(visible["visible_bias"]),
-            int(self.n_components),
-            visible=self._visible_units,
-            hidden=self._hidden_units,
-            generator=self._generator,
-            device=form.device,
-            dtype=form.dtype,
-        )
+        rbm = self._made(len(visible["visible_bias"]), int(self.n_components), form, self._generator)
         if self._visible_units == "bernoulli":
             self._reference = visible["visible_bias"].cpu()
         for name, value in visible.items():
@@ -338,17 +331,21 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if last is not None and last.rbm.weights.shape == (n_visible, n_hidden):
             rbm = last.rbm
         else:
-            rbm = RBM(
-                n_visible,
-                n_hidden,
-                visible=self._visible_units,
-                hidden=self._hidden_units,
-                generator=torch.Generator(),
-                device=form.device,
-                dtype=form.dtype,
-            )
+            rbm = self._made(n_visible, n_hidden, form, torch.Generator())
         self._load(rbm)
         return rbm
+
+    def _made(self, n_visible: int, n_hidden: int, form: Form, generator: torch.Generator) -> RBM:
+        """Return a machine of the units of the estimator."""
+        return RBM(
+            n_visible,
+            n_hidden,
+            visible=self._visible_units,
+            hidden=self._hidden_units,
+            generator=generator,
+            device=form.device,
+            dtype=form.dtype,
+        )
 
     def _trainer_for(self, rbm: RBM, batch_size: int, rate: float) -> Trainer:
         """Return the trainer of a machine, which continues from the last training."""
@@ -649,7 +646,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if self.n_chains is not None:
             integer("n_chains", self.n_chains, 1)
         if self.verbose is not None:
-            integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
+            level(self.verbose)
         if not isinstance(self.checkpoint, str | os.PathLike | None):
             raise ValueError(f"`checkpoint` should be a path, or None. Found {self.checkpoint!r}.")
         number("weight_decay", self.weight_decay, least=0)

@@ -64,14 +64,11 @@ class Rows(Protocol):
 @dataclass(frozen=True)
 class _Dense:
     x: Tensor
+    streams: tuple[torch.Generator, ...] = ()
 
     @property
     def n_rows(self) -> int:
         return len(self.x)
-
-    @property
-    def streams(self) -> tuple[torch.Generator, ...]:
-        return ()
 
     @property
     def fingerprint(self) -> Callable[[], Any]:
@@ -88,14 +85,11 @@ class _Dense:
 @dataclass(frozen=True)
 class _Sparse:
     x: sparse.csr_matrix
+    streams: tuple[torch.Generator, ...] = ()
 
     @property
     def n_rows(self) -> int:
         return int(self.x.shape[0])
-
-    @property
-    def streams(self) -> tuple[torch.Generator, ...]:
-        return ()
 
     @property
     def fingerprint(self) -> Callable[[], Any]:

@@ -40,8 +40,8 @@ _CACHE = 2**20  # bytes of a chunk on a CPU
 _DEVICE = 2**26  # ... on an accelerator
 _BLOCK = 2**9  # states of the other units per block
 _TWIN_CHUNK = 2**11  # states at a time under autograd
-# The largest absolute logarithm of a product.
-_LARGEST = {torch.float32: 80.0, torch.float64: 700.0}
+LARGEST_LOG = {torch.float32: 80.0, torch.float64: 700.0}
+"""The largest absolute logarithm of a product, by dtype."""
 
 
 def log_partition(joint: Joint) -> Tensor:
@@ -137,6 +137,23 @@ def exact_samples(joint: Joint, n: int, generator: torch.Generator | None = None
         return own, joint.sample_hidden(own, generator)
 
 
+def units_of(layer: Layer) -> tuple[int, int]:
+    """Return the number of states of a unit, and the number of units."""
+    if isinstance(layer, Categorical):
+        return layer.categories, layer.n_columns // layer.categories
+    return 2, layer.n_columns
+
+
+def states_of(layer: Layer, numbers: Tensor, n_units: int) -> Tensor:
+    """Return states of some units of a layer by their numbers, (N, columns); the first unit changes fastest."""
+    base, _ = units_of(layer)
+    numbers = numbers.to(layer.bias.device)
+    digits = numbers[:, None] // base ** torch.arange(n_units, device=numbers.device) % base
+    if isinstance(layer, Categorical):
+        digits = one_hot(digits, base).flatten(1)
+    return digits.to(layer.bias.dtype)
+
+
 # --- states, and the layer that is summed out ---------------------------------------------------------------------
 
 
@@ -156,8 +173,7 @@ class _States:
             self.own, other, weights = cast.hidden, cast.visible, cast.weights.mT
         else:
             self.own, other, weights = cast.visible, cast.hidden, cast.weights
-        self.base = self.own.categories if isinstance(self.own, Categorical) else 2
-        n_units = self.own.n_columns // (self.base if isinstance(self.own, Categorical) else 1)
+        self.base, n_units = units_of(self.own)
         width = other.n_columns * (20 if isinstance(other, Rectified) else 1)
         at_a_time = (_DEVICE if weights.is_cuda else _CACHE) / (width * weights.element_size())
         n_first = min(n_units, max(1, int(math.log(max(at_a_time, 1), self.base))))
@@ -200,12 +216,7 @@ class _States:
             yield row, log_weights.add_(self.log_weight).add_(constant[row])
 
     def _digits(self, numbers: Tensor, n_units: int) -> Tensor:
-        device = self.own.bias.device
-        powers = self.base ** torch.arange(n_units, device=device)
-        digits = numbers.to(device)[:, None] // powers % self.base
-        if isinstance(self.own, Categorical):
-            digits = one_hot(digits, self.base).flatten(1)
-        return digits.to(self.type)
+        return states_of(self.own, numbers, n_units)
 
     def _range(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least and the largest input from the units, (C,) each."""
@@ -328,7 +339,7 @@ def _products_of(
         first: The least and the largest inputs from the first units, (C,) each.
         last: The least and the largest inputs from the other units, bias included.
     """
-    limit = _LARGEST[x.dtype]
+    limit = LARGEST_LOG[x.dtype]
     if isinstance(layer, Bernoulli):
         # Of log(e^x + e^-y), but for log 2.
         least, most = torch.maximum(first[0], -last[1]), torch.maximum(first[1], -last[0])
@@ -476,13 +487,10 @@ def _twin(joint: Joint, side: Side) -> Tensor:
     """Return the log-partition function by plain formulas, which autograd can differentiate any number of times."""
     joint = joint.in_full_precision()
     layer = joint.hidden if side == "hidden" else joint.visible
-    base = layer.categories if isinstance(layer, Categorical) else 2
-    n_units = layer.n_columns // (base if isinstance(layer, Categorical) else 1)
-    powers = base ** torch.arange(n_units, device=layer.bias.device)
+    _, n_units = units_of(layer)
 
     def part(first: int, last: int) -> Tensor:
-        digits = torch.arange(first, last, device=powers.device)[:, None] // powers % base
-        states = (one_hot(digits, base).flatten(1) if isinstance(layer, Categorical) else digits).to(layer.bias.dtype)
+        states = states_of(layer, torch.arange(first, last, device=layer.bias.device), n_units)
         energy = joint.hidden_free_energy(states) if side == "hidden" else joint.free_energy(states)
         return (-energy).logsumexp(0)
 

@@ -100,14 +100,8 @@ class Joint:
 
     def shifted(self, by: Mapping[str, Tensor]) -> Joint:
         """Return the machine with offsets added to parameters, by their names in `RBM`."""
-        layers = []
-        for name, layer in (("visible", self.visible), ("hidden", self.hidden)):
-            fields = ("bias", *layer.more_parameters)
-            changed = {
-                field: getattr(layer, field) + by[f"{name}_{field}"] for field in fields if f"{name}_{field}" in by
-            }
-            layers.append(dataclasses.replace(layer, **changed))
-        return Joint(self.weights + by["weights"] if "weights" in by else self.weights, *layers)
+        moved = {name: tensor + by[name] if name in by else tensor for name, tensor in self.tensors.items()}
+        return self.with_tensors(moved)
 
     def annealed(self, inverse_temperature: Tensor | float, reference: Tensor | None = None) -> Joint:
         r"""Return the machine on the path from a machine without weights to this one.
@@ -135,16 +129,38 @@ class Joint:
         visible = self.visible.with_bias(reference + per_unit * (self.visible.bias - reference))
         return Joint(per_unit * self.weights, visible, self.hidden.with_bias(per_unit * self.hidden.bias))
 
-    def annealed_difference(self, visible: Tensor, hidden: Tensor, reference: Tensor | None = None) -> Tensor:
+    def annealed_difference(
+        self, visible: Tensor, hidden: Tensor, reference: Tensor | None = None, to_hidden: Tensor | None = None
+    ) -> Tensor:
         r"""Return :math:`E - E_0 = \partial E_\beta / \partial \beta`, (\*), which decides a swap of temperatures.
 
         Args:
             visible: (\*, V).
             hidden: (\*, H).
             reference: As in `annealed`.
+            to_hidden: (\*, H), the input of the hidden layer, where it is known.
         """
         if reference is None:
             reference = self.visible.reference
+        if to_hidden is None:
+            to_hidden = self.to_hidden(visible)
         at_zero = self.visible.with_bias(reference).log_weight(visible)
-        interaction = ((self.to_hidden(visible) + self.hidden.bias) * self.hidden.statistic(hidden)).sum(-1)
+        interaction = ((to_hidden + self.hidden.bias) * self.hidden.statistic(hidden)).sum(-1)
         return at_zero - self.visible.log_weight(visible) - interaction
+
+
+def checked_reference(reference: Tensor, joint: Joint) -> Tensor:
+    """Return visible biases of a machine without weights, on the machine's device.
+
+    Raises:
+        TypeError: If `reference` is not a tensor.
+        ValueError: If it does not have the shape (V,), or is not finite.
+    """
+    if not isinstance(reference, Tensor):
+        raise TypeError(f"`reference` should be a tensor. Found {type(reference).__name__}.")
+    shape = (joint.visible.n_columns,)
+    if reference.shape != shape:
+        raise ValueError(f"`reference` should have shape {shape}. Found {tuple(reference.shape)}.")
+    if not bool(reference.isfinite().all()):
+        raise ValueError(f"`reference` should be finite. Found {float(reference[~reference.isfinite()][0])}.")
+    return reference.to(joint.weights.device)

@@ -10,7 +10,9 @@ N data, M negative samples, V visible units, H hidden units. Losses are in nats 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -157,17 +159,8 @@ def persistent_contrastive_divergence(
         False
     """
     joint = checked_joint(rbm, data=data, chains=chains)
-    return persistent_surrogate(
-        joint,
-        joint,
-        data,
-        chains,
-        steps=steps,
-        chain=chain,
-        temperature=temperature,
-        energy=energy,
-        generator=generator,
-    )
+    move = partial(gibbs, joint, chains, steps=steps, chain=chain, temperature=temperature, generator=generator)
+    return persistent_surrogate(joint, data, move, energy)
 
 
 def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
@@ -302,20 +295,11 @@ def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
 
 
 def persistent_surrogate(
-    joint: Joint,
-    sampler: Joint,
-    data: Tensor,
-    chains: Tensor,
-    *,
-    steps: int,
-    chain: Chain,
-    temperature: float | None,
-    energy: Energy,
-    generator: torch.Generator | None,
+    joint: Joint, data: Tensor, move: Callable[[], Tensor], energy: Energy = "free"
 ) -> tuple[Tensor, Tensor]:
-    """Return the surrogate of `joint` with persistent chains of `sampler`, and the new chains."""
+    """Return the surrogate whose negative samples are the chains that `move` returns, and these chains, constants."""
     with graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
-        moved = gibbs(sampler, chains, steps=steps, chain=chain, temperature=temperature, generator=generator)
+        moved = move()
     negative = stop_gradient(moved, NEGATIVE_SAMPLES)
     return energy_difference(joint, data, negative, energy), stop_gradient(moved, PERSISTENT_CHAINS)
 

@@ -6,12 +6,14 @@ N data, M chains, V columns of visible units, H hidden units.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import number
 from toolkit.blocks import block, stop_gradient
+from toolkit.rbm.chains.gibbs import gibbs
 from toolkit.rbm.chains.units import Chain
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.model import RBM
@@ -80,20 +82,12 @@ def fast_persistent_contrastive_divergence(
         >>> fast = updated_fast_weights(fast, gradients, learning_rate=0.1)
     """
     joint = checked_joint(rbm, data=data, chains=chains)
-    known = _names(joint)
-    if unknown := sorted(fast.keys() - known):
+    known = joint.tensors
+    if unknown := sorted(fast.keys() - known.keys()):
         raise ValueError(f"`fast` should have names of parameters, {', '.join(known)}. Found {', '.join(unknown)}.")
-    return persistent_surrogate(
-        joint,
-        joint.shifted(fast),
-        data,
-        chains,
-        steps=steps,
-        chain=chain,
-        temperature=temperature,
-        energy=energy,
-        generator=generator,
-    )
+    sampler = joint.shifted(fast)
+    move = partial(gibbs, sampler, chains, steps=steps, chain=chain, temperature=temperature, generator=generator)
+    return persistent_surrogate(joint, data, move, energy)
 
 
 def updated_fast_weights(
@@ -132,8 +126,3 @@ def updated_fast_weights(
         name: stop_gradient(decay * value - learning_rate * gradients[name], FAST_WEIGHTS)
         for name, value in fast.items()
     }
-
-
-def _names(joint: Joint) -> list[str]:
-    layers = (("visible", joint.visible), ("hidden", joint.hidden))
-    return ["weights", *(f"{side}_{end}" for side, layer in layers for end in ("bias", *layer.more_parameters))]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from toolkit.rbm.surrogates.divergence import (
     checked_joint,
     energy_difference,
     graph_if_open,
+    persistent_surrogate,
 )
 
 __all__ = ["langevin_contrastive_divergence", "tempered_contrastive_divergence"]
@@ -81,19 +83,8 @@ def langevin_contrastive_divergence(
         >>> loss.backward()
     """
     joint = checked_joint(rbm, data=data, chains=chains)
-    with graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
-        moved, _ = gibbs_langevin(
-            joint,
-            chains,
-            steps=steps,
-            step_size=step_size,
-            moves=moves,
-            hidden=hidden,
-            adjusted=adjusted,
-            generator=generator,
-        )
-    negative = stop_gradient(moved, NEGATIVE_SAMPLES)
-    return energy_difference(joint, data, negative, "free"), stop_gradient(moved, PERSISTENT_CHAINS)
+    move = partial(gibbs_langevin, joint, chains, steps=steps, step_size=step_size, moves=moves)
+    return persistent_surrogate(joint, data, lambda: move(hidden=hidden, adjusted=adjusted, generator=generator)[0])
 
 
 def tempered_contrastive_divergence(

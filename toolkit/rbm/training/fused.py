@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, all_reduce
 from toolkit._checks import integer, number
 from toolkit._precision import bfloat16_is_faster
 from toolkit.blocks import no_graph
+from toolkit.rbm.machine.joint import checked_reference
 from toolkit.rbm.machine.model import RBM
 from toolkit.rbm.training._kernels import BernoulliKernel, Kernel, LayerKernel, Phases, parameters_of
 
@@ -121,7 +122,8 @@ class FusedTrainer:
         betas = None if inverse_temperatures is None else _check_temperatures(torch.as_tensor(inverse_temperatures))
         with no_graph():
             states = None if chains is None else _states(torch.as_tensor(chains), rbm, betas)
-            reference = None if reference is None else _check_reference(torch.as_tensor(reference), rbm)
+            if reference is not None:
+                reference = checked_reference(torch.as_tensor(reference), rbm.joint).to(rbm.weights)
             bernoulli = rbm.visible_units == rbm.hidden_units == "bernoulli"
             like, n_rows = rbm.weights, batch_size + (batch_size if states is None else states.shape[:-1].numel())
             if product_dtype == "auto":
@@ -358,11 +360,3 @@ def _states(chains: Tensor, rbm: RBM, betas: Tensor | None) -> Tensor:
     states = chains.to(rbm.weights, copy=True, memory_format=torch.contiguous_format)
     rbm.joint.hidden.check(states, "chains")
     return states
-
-
-def _check_reference(reference: Tensor, rbm: RBM) -> Tensor:
-    if reference.shape != rbm.visible_bias.shape:
-        raise ValueError(f"`reference` should have shape ({rbm.n_columns},). Found {tuple(reference.shape)}.")
-    if not bool(reference.isfinite().all()):
-        raise ValueError("`reference` should be finite. Found values that are not.")
-    return reference.to(rbm.weights)
