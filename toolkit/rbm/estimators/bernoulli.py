@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -42,6 +43,7 @@ _BLOCK = 2**20
 _ROUNDING = 1e-6
 
 
+@dataclass(eq=False, repr=False)
 class BernoulliRBM(BaseRBM):
     r"""A restricted Boltzmann machine of zeros and ones, or probabilities of ones, with scikit-learn's interface.
 
@@ -128,46 +130,25 @@ class BernoulliRBM(BaseRBM):
         "schedule",
     }
 
-    def __init__(
-        self,
-        n_components: int = 256,
-        *,
-        learning_rate: float | None = None,
-        batch_size: int | None = None,
-        n_iter: int | None = None,
-        verbose: int | None = None,
-        random_state: RandomState = None,
-        method: Method = "pcd",
-        gibbs_steps: int = 1,
-        n_chains: int | None = None,
-        n_temperatures: int = 10,
-        fast_rate: float | None = None,
-        offset_rate: float | Literal["auto"] | None = "auto",
-        weight_decay: float = 1e-3,
-        schedule: Schedule | None = None,
-        average_from: float | None = None,
-        binarize: float | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        callback: Callback | None = None,
-    ) -> None:
-        self.n_components = n_components
-        self.learning_rate = learning_rate
-        self.batch_size = batch_size
-        self.n_iter = n_iter
-        self.verbose = verbose
-        self.random_state = random_state
-        self.method = method
-        self.gibbs_steps = gibbs_steps
-        self.n_chains = n_chains
-        self.n_temperatures = n_temperatures
-        self.fast_rate = fast_rate
-        self.offset_rate = offset_rate
-        self.weight_decay = weight_decay
-        self.schedule = schedule
-        self.average_from = average_from
-        self.binarize = binarize
-        self.checkpoint = checkpoint
-        self.callback = callback
+    n_components: int = 256
+    _: KW_ONLY
+    learning_rate: float | None = None
+    batch_size: int | None = None
+    n_iter: int | None = None
+    verbose: int | None = None
+    random_state: RandomState = None
+    method: Method = "pcd"
+    gibbs_steps: int = 1
+    n_chains: int | None = None
+    n_temperatures: int = 10
+    fast_rate: float | None = None
+    offset_rate: float | Literal["auto"] | None = "auto"
+    weight_decay: float = 1e-3
+    schedule: Schedule | None = None
+    average_from: float | None = None
+    binarize: float | None = None
+    checkpoint: str | os.PathLike[str] | None = None
+    callback: Callback | None = None
 
     @no_graph()
     def score_samples(self, X: object) -> Array:

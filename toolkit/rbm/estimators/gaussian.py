@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, get_args
 
 import torch
@@ -23,6 +24,7 @@ from toolkit.rbm.machine.model import RBM, HiddenUnits, VisibleUnits
 __all__ = ["GaussianRBM"]
 
 
+@dataclass(eq=False, repr=False)
 class GaussianRBM(BaseRBM):
     r"""A restricted Boltzmann machine of real numbers, for data in their own units.
 
@@ -43,25 +45,20 @@ class GaussianRBM(BaseRBM):
         batch_size: Rows of a batch.
         n_iter: Epochs, passes over all rows.
         verbose: As in `BernoulliRBM`.
-        random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
+        random_state: As in `BernoulliRBM`.
         method: As in `BernoulliRBM`.
-        gibbs_steps: Gibbs steps of the chains in an update.
-        n_chains: Number of persistent chains. None: `batch_size`, but at most the larger of the number of rows and 100;
-            in `partial_fit`, which does not know the number of rows, at most 10,000.
-        n_temperatures: Number of temperatures of ``"tempering"``.
-        fast_rate: The learning rate of the fast weights of ``"fpcd"``. None: `learning_rate`.
+        gibbs_steps: As in `BernoulliRBM`.
+        n_chains: As in `BernoulliRBM`.
+        n_temperatures: As in `BernoulliRBM`.
+        fast_rate: As in `BernoulliRBM`.
         offset_rate: As in `BernoulliRBM`.
-        weight_decay: Factor of the penalty, half the squared weights.
+        weight_decay: As in `BernoulliRBM`.
         schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it stays the same.
-        average_from: The fraction of training after which parameters are averaged; the result is their mean. None: the
-            last parameters.
+        average_from: As in `BernoulliRBM`.
         hidden: ``"bernoulli"``, or ``"rectified"``: counting units, without an exact likelihood.
         min_variance: Lower bound of :math:`\sigma^2` relative to the variance of the data: the likelihood has no upper
             bound for features that are constant, or determined exactly by the others.
-        checkpoint: A file to which `fit` writes its progress. If the file exists, `fit` resumes, with the same bits as
-            without the interruption. The file belongs to one fit: to its data, parameters and random state (if this is
-            a number or a generator); only `n_iter` may be larger. Searches over parameters and folds need one file for
-            each fit. None: no checkpoint.
+        checkpoint: As in `BernoulliRBM`.
         callback: Called after each epoch with its number and the machine, in standardised coordinates.
 
     Attributes:
@@ -94,52 +91,30 @@ class GaussianRBM(BaseRBM):
     _visible_units: ClassVar[VisibleUnits] = "gaussian"
     _measure: ClassVar[str] = "mean squared error of the reconstruction, of standardised features"
 
-    variance_: Array
-    mean_: Array
-    scale_: Array
+    n_components: int = 16
+    _: KW_ONLY
+    learning_rate: float = 0.05
+    batch_size: int = 10
+    n_iter: int = 100
+    verbose: int | None = None
+    random_state: RandomState = None
+    method: Method = "pcd"
+    gibbs_steps: int = 1
+    n_chains: int | None = 100
+    n_temperatures: int = 10
+    fast_rate: float | None = None
+    offset_rate: float | None = 0.01
+    weight_decay: float = 0.0
+    schedule: Schedule = "linear"
+    average_from: float | None = None
+    hidden: HiddenUnits = "bernoulli"
+    min_variance: float = 1e-3
+    checkpoint: str | os.PathLike[str] | None = None
+    callback: Callback | None = None
 
-    def __init__(
-        self,
-        n_components: int = 16,
-        *,
-        learning_rate: float = 0.05,
-        batch_size: int = 10,
-        n_iter: int = 100,
-        verbose: int | None = None,
-        random_state: RandomState = None,
-        method: Method = "pcd",
-        gibbs_steps: int = 1,
-        n_chains: int | None = 100,
-        n_temperatures: int = 10,
-        fast_rate: float | None = None,
-        offset_rate: float | None = 0.01,
-        weight_decay: float = 0.0,
-        schedule: Schedule = "linear",
-        average_from: float | None = None,
-        hidden: HiddenUnits = "bernoulli",
-        min_variance: float = 1e-3,
-        checkpoint: str | os.PathLike[str] | None = None,
-        callback: Callback | None = None,
-    ) -> None:
-        self.n_components = n_components
-        self.learning_rate = learning_rate
-        self.batch_size = batch_size
-        self.n_iter = n_iter
-        self.verbose = verbose
-        self.random_state = random_state
-        self.method = method
-        self.gibbs_steps = gibbs_steps
-        self.n_chains = n_chains
-        self.n_temperatures = n_temperatures
-        self.fast_rate = fast_rate
-        self.offset_rate = offset_rate
-        self.weight_decay = weight_decay
-        self.schedule = schedule
-        self.average_from = average_from
-        self.hidden = hidden
-        self.min_variance = min_variance
-        self.checkpoint = checkpoint
-        self.callback = callback
+    variance_: Array = field(init=False)
+    mean_: Array = field(init=False)
+    scale_: Array = field(init=False)
 
     def score_samples(self, X: object) -> Array:
         """Return the log-density of each row in the units of the data: `log_likelihood`.
