@@ -22,6 +22,7 @@ __all__ = [
     "exponential_remainder",
     "floating",
     "integers",
+    "kind_of",
     "largest_exponent",
     "same_shape",
     "shape_of",
@@ -66,20 +67,23 @@ def exponential_remainder(input: Tensor) -> Tensor:
     return torch.where(input.abs() < small, inner.square() / 2 * series, input.expm1() - finite)
 
 
+def kind_of(value: object) -> str:
+    """Return the dtype of a tensor, or the type of anything else, for a message."""
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
 def floating(**tensors: Tensor) -> None:
     """Raise a ValueError unless all of the tensors are real floating-point numbers: a flag is neither 0 nor 1."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"`{name}` should be a floating-point tensor. Found {found}.")
+            raise ValueError(f"`{name}` should be a floating-point tensor. Found {kind_of(tensor)}.")
 
 
 def integers(**tensors: Tensor) -> None:
     """Raise a ValueError unless all of the tensors are integers."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dtype not in INTEGERS:
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"`{name}` should be a tensor of integers. Found {found}.")
+            raise ValueError(f"`{name}` should be a tensor of integers. Found {kind_of(tensor)}.")
 
 
 def unit(input: Tensor) -> Tensor:

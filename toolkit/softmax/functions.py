@@ -47,8 +47,8 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_exporting
 from torch.nn.functional import nll_loss
 
-from toolkit._checks import choice, index, number
-from toolkit._tensors import INTEGERS, bounded, wide
+from toolkit._checks import broadcasts, choice, index, number
+from toolkit._tensors import INTEGERS, bounded, kind_of, wide
 from toolkit.blocks import block, is_quiet, stop_gradient
 from toolkit.softmax._differentiation import (
     cross_entropy_of_rows,
@@ -268,8 +268,7 @@ def _signed_logsumexp(x: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
 def _weights(b: Tensor, input: Tensor) -> Tensor:
     """Return the factors of exponentials in the shape of `input`."""
     if not isinstance(b, Tensor) or b.is_complex() or b.dtype == torch.bool:
-        found = b.dtype if isinstance(b, Tensor) else type(b).__name__
-        raise TypeError(f"`b` should be a tensor of real numbers. Found {found}.")
+        raise TypeError(f"`b` should be a tensor of real numbers. Found {kind_of(b)}.")
     _check_broadcasts(b, "b", input)
     return wide(b.to(input.dtype)).expand(input.shape)
 
@@ -394,8 +393,7 @@ def _smoothed(q: Tensor, smoothing: float, where: Tensor | None, dim: int) -> Te
 
 def _check_labels(labels: Tensor, logits: Tensor, dim: int) -> None:
     if not isinstance(labels, Tensor) or not (labels.dtype in INTEGERS or labels.is_floating_point()):
-        found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise TypeError(f"`labels` should be a tensor of integers, or of probabilities. Found {found}.")
+        raise TypeError(f"`labels` should be a tensor of integers, or of probabilities. Found {kind_of(labels)}.")
     logits.size(dim)  # raises IndexError
     shape = logits.shape
     expected = shape if labels.is_floating_point() else (*shape[:dim], *shape[dim:][1:])
@@ -406,8 +404,7 @@ def _check_labels(labels: Tensor, logits: Tensor, dim: int) -> None:
 def _class_weights(weight: Tensor, logits: Tensor, dim: int) -> Tensor:
     """Return the weights of the classes as a tensor that broadcasts to `logits`, in the type of the computation."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        found = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-        raise TypeError(f"`weight` should be a floating-point tensor. Found {found}.")
+        raise TypeError(f"`weight` should be a floating-point tensor. Found {kind_of(weight)}.")
     if weight.shape != (logits.shape[dim],):
         raise ValueError(f"`weight` should have shape ({logits.shape[dim]},). Found {tuple(weight.shape)}.")
     return wide(weight.to(logits.dtype)).view([-1 if i == dim % logits.dim() else 1 for i in range(logits.dim())])
@@ -458,8 +455,7 @@ def _checked(input: Tensor, argument: str, dim: object = 0, dims: str = "an inte
         IndexError: If `input` has no dimension `dim`.
     """
     if not isinstance(input, Tensor) or not input.is_floating_point():
-        found = input.dtype if isinstance(input, Tensor) else type(input).__name__
-        raise TypeError(f"`{argument}` should be a floating-point tensor. Found {found}.")
+        raise TypeError(f"`{argument}` should be a floating-point tensor. Found {kind_of(input)}.")
     place = dim if type(dim) is int else index(dim)
     if place is None:
         raise TypeError(f"`dim` should be {dims}. Found {dim!r}.")
@@ -473,15 +469,13 @@ def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:
     """Return `input` with ``-inf`` at the masked entries: no gradient passes there."""
     _checked(input, argument)
     if not isinstance(where, Tensor) or where.dtype != torch.bool:
-        found = where.dtype if isinstance(where, Tensor) else type(where).__name__
-        raise TypeError(f"`where` should be a boolean tensor. Found {found}.")
+        raise TypeError(f"`where` should be a boolean tensor. Found {kind_of(where)}.")
     _check_broadcasts(where, "where", input)
     return input.masked_fill(~where, -math.inf)
 
 
 def _check_broadcasts(factor: Tensor, argument: str, input: Tensor) -> None:
-    ends = zip(reversed(factor.shape), reversed(input.shape), strict=False)
-    if factor.dim() > input.dim() or any(n not in (1, size) for n, size in ends):
+    if not broadcasts(factor.shape, input.shape):
         raise ValueError(
             f"`{argument}` should have a shape that broadcasts to {tuple(input.shape)}. Found {tuple(factor.shape)}."
         )

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,8 +38,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, library
 from torch.compiler import is_compiling, is_exporting
 
-from toolkit._checks import choice, index, integer
-from toolkit._tensors import HALF, INTEGERS, autocasts, exact_products
+from toolkit._checks import broadcasts, choice, index, integer
+from toolkit._tensors import HALF, INTEGERS, autocasts, exact_products, kind_of
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
 from toolkit.softmax.functions import SHIFT
 
@@ -144,11 +144,11 @@ def _check(
     floating = {"input": input, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in floating.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(f"`{name}` should be a floating-point tensor. Found {_kind(tensor)}.")
+            raise TypeError(f"`{name}` should be a floating-point tensor. Found {kind_of(tensor)}.")
     if not isinstance(labels, Tensor) or labels.dtype not in INTEGERS:
-        raise TypeError(f"`labels` should be a tensor of integers. Found {_kind(labels)}.")
+        raise TypeError(f"`labels` should be a tensor of integers. Found {kind_of(labels)}.")
     if where is not None and (not isinstance(where, Tensor) or where.dtype != torch.bool):
-        raise TypeError(f"`where` should be a boolean tensor. Found {_kind(where)}.")
+        raise TypeError(f"`where` should be a boolean tensor. Found {kind_of(where)}.")
     if weight.dim() != 2 or len(weight) == 0:
         raise ValueError(f"`weight` should have shape (V, D) with at least one class. Found {tuple(weight.shape)}.")
     n_classes, n_features = weight.shape
@@ -158,20 +158,10 @@ def _check(
         raise ValueError(f"`labels` should have shape {tuple(input.shape[:-1])}. Found {tuple(labels.shape)}.")
     if bias is not None and bias.shape != (n_classes,):
         raise ValueError(f"`bias` should have shape ({n_classes},). Found {tuple(bias.shape)}.")
-    if where is not None and not _broadcasts(where.shape, (*labels.shape, n_classes)):
+    if where is not None and not broadcasts(where.shape, (*labels.shape, n_classes)):
         expected = (*labels.shape, n_classes)
         raise ValueError(f"`where` should have a shape that broadcasts to {expected}. Found {tuple(where.shape)}.")
     choice("reduction", reduction, ("mean", "sum", "none"))
-
-
-def _kind(found: object) -> str:
-    return str(found.dtype) if isinstance(found, Tensor) else type(found).__name__
-
-
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    return len(shape) <= len(to) and all(
-        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(to), strict=False)
-    )
 
 
 def _check_range(labels: Tensor, n_classes: int) -> None:
@@ -270,7 +260,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, labels, where, shift, total, margin = ctx.saved_tensors
+        input, weight, bias, labels, where, *_ = kept = _Kept(*ctx.saved_tensors)
         needs = ctx.needs_input_grad[:4]
         # Once: the first backward pass overwrites the logits by the gradient, a second computes them again.
         room, ctx.room = ctx.room, None
@@ -280,12 +270,12 @@ class _Losses(torch.autograd.Function):
                 input, weight = input.view_as(input), weight.view_as(weight)
                 bias = None if bias is None else bias.view_as(bias)
                 losses = _losses_in_plain_autograd(input, weight, bias, labels, where, ctx.chunk_size)
-                wanted = [tensor for tensor, need in zip((input, weight, bias), needs, strict=False) if need]
+                parameters = zip((input, weight, bias), needs, strict=False)
+                wanted = [tensor for tensor, need in parameters if need and tensor is not None]
                 found = iter(torch.autograd.grad(losses, wanted, cotangent, create_graph=True))
                 return *(next(found) if need else None for need in needs[:3]), None, None, None, None
             waiting = None if room is None else room.memory
-            of_forward = (input, weight, bias, labels, where, shift, total, margin)
-            gradients = _backward(*of_forward, cotangent, ctx.chunk_size, needs, waiting)
+            gradients = _backward(kept, cotangent, ctx.chunk_size, needs, waiting)
             return *gradients, None, None, None
 
 
@@ -333,19 +323,21 @@ def _forward(
     return _softplus(margin), shift, total, margin
 
 
+class _Kept(NamedTuple):
+    """The arguments and results of `_forward` that `_backward` reads."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    where: Tensor | None
+    shift: Tensor
+    total: Tensor
+    margin: Tensor
+
+
 def _backward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    where: Tensor | None,
-    shift: Tensor,
-    total: Tensor,
-    margin: Tensor,
-    cotangent: Tensor,
-    chunk_size: int,
-    needs: Sequence[bool],
-    waiting: Tensor | None,
+    kept: _Kept, cotangent: Tensor, chunk_size: int, needs: Sequence[bool], waiting: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     r"""Return the gradients by input, weight, bias and shift, as far as `needs` asks for them; see `_forward`.
 
@@ -353,12 +345,12 @@ def _backward(
     :math:`s e^{x_j - m} / \sum_k e^{x_k - m}`, and by the label's it is :math:`-s`.
     The shift is subtracted from all of them, so its gradient is minus their sum: a rounding error.
     """
+    input, weight, bias, labels, where, shift, total, margin = kept
     x = input.to(_precision(input, weight))
     slope = cotangent * margin.sigmoid()
     factor = torch.where(total > 0, slope / total, 0)[:, None]  # without other classes the sum is 0
-    by_input = (
-        x.new_zeros(x.shape) if needs[0] else None
-    )  # whatever the order of `x` in memory, as the compiler is told
+    # Contiguous whatever the order of `x` in memory, as the compiler is told.
+    by_input = x.new_zeros(x.shape) if needs[0] else None
     by_weight = waiting if waiting is not None else weight.new_empty(weight.shape) if needs[1] else None
     by_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
     by_shift = torch.zeros_like(shift) if needs[3] else None
@@ -510,9 +502,8 @@ def _backward_operator(
     chunk_size: int,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    gradients = _backward(
-        input, weight, bias, labels, where, shift, total, margin, cotangent, chunk_size, needs, waiting=None
-    )
+    kept = _Kept(input, weight, bias, labels, where, shift, total, margin)
+    gradients = _backward(kept, cotangent, chunk_size, needs, waiting=None)
     return [gradient for gradient in gradients if gradient is not None]
 
 
