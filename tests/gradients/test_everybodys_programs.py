@@ -31,10 +31,12 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from toolkit import audit, block, compare, is_blocked, stop_gradient, stop_recording, unblock
+from toolkit.blocks import opened
 from toolkit.gradients import field_jacobian, grad, graph
-from toolkit.gradients.audit import HIDDEN_CHANGE
+from toolkit.gradients.audit import HIDDEN_CHANGE, audited
 from toolkit.testing import assert_blocked, assert_flows, assert_load_bearing, assert_redundant
 
+block("everybody.own", "A block that its program opens itself.")
 block("everybody.asked", "A block that its program asks about.")
 block("everybody.asked_alone", "A block that its program asks about, and never meets.")
 
@@ -2314,3 +2316,38 @@ def test_a_loss_that_is_itself_state_is_told_as_it_was():
     assert comparison.loss == w.detach().square().sum().item()
     assert comparison["everybody.total"].verdict.kind == "partial"
     assert total == 0
+
+
+# --- programs that open blocks themselves -------------------------------------------------------------------------
+
+
+def opens_a_block(stop):
+    u = _leaf(1, 50, dtype=torch.float32)
+
+    def loss():
+        y = u.sin()
+        with unblock("everybody.own"):  # its result is another tensor, whose gradients are summed before those of y
+            opened = stop_gradient(y, "everybody.own")
+        return (1.7 * y * stop(y) + opened.exp() * opened.cos() / 3 + y.square()).sum()
+
+    return loss, {"u": u}
+
+
+def test_blocks_that_a_program_opens_itself_give_the_bits_of_a_plain_run():
+    plain = _backward(opens_a_block, torch.detach)["u"]
+    for stop, ask in ((stop_gradient, compare), (torch.detach, audit)):
+        found = ask(*opens_a_block(stop))
+        assert torch.equal(found.blocked["u"], plain)
+        assert len(found.effects) == 1
+    loss, params = opens_a_block(torch.detach)
+    with audited(params) as step:
+        loss().backward()
+    assert torch.equal(params["u"].grad, plain)
+    assert torch.equal(step.audits[0].blocked["u"], plain)
+
+
+def test_a_block_that_is_opened_meanwhile_does_not_change_those_left_out():
+    x = _leaf(0, 2)
+    with opened("everybody.asked", leaves_out=True), opened("everybody.own"):
+        assert stop_gradient(x, "everybody.asked") is x
+        assert stop_gradient(x, "everybody.own") is not x

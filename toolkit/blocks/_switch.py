@@ -61,7 +61,7 @@ class State(NamedTuple):
     reached: tuple[Reached, ...] = ()
     gates: Gates | None = None
     compares: bool = False
-    leaves_out: bool = False
+    left_out: frozenset[str] = frozenset()
     watches: tuple[Watch, ...] = ()
     prefix: str = ""
     changes: tuple[Callable[[State], State], ...] = ()
@@ -98,14 +98,15 @@ def opened(*names: Block | str, leaves_out: bool = False) -> Iterator[Reached]:
 
     Args:
         names: The blocks.
-        leaves_out: Whether an open block gives out its input itself, as if the source was without the call.
+        leaves_out: Whether these blocks give out their input itself, as if the source was without the call.
     """
     names_opened = frozenset(known_name(name) for name in names)
     reached = Reached()
 
     def change(state: State) -> State:
         reaching = (*state.reached, reached)
-        return state._replace(open=state.open | names_opened, reached=reaching, leaves_out=leaves_out)
+        left_out = state.left_out | names_opened if leaves_out else state.left_out
+        return state._replace(open=state.open | names_opened, reached=reaching, left_out=left_out)
 
     with entered(change, names_opened):
         yield reached
@@ -116,7 +117,7 @@ def gated(gates: Gates | None) -> Iterator[None]:
     """Put `gates`, or nothing but the block, in the place of every block, open or not: the slot for a comparison."""
     for reached in current.get().reached:
         reached.is_compared = True
-    with entered(lambda state: state._replace(gates=gates, open=frozenset(), compares=True)):
+    with entered(lambda state: state._replace(gates=gates, open=frozenset(), left_out=frozenset(), compares=True)):
         token = object()
         if gates is not None:
             _gates[token] = gates
@@ -162,8 +163,8 @@ def let_pass(state: State, name: str, input: Tensor) -> Tensor:
     """Return a tensor as its open block gives it out; where nothing is recorded that is the tensor itself."""
     if carries_gradient(input):
         _mark_reached(state, name)
-    # Within a comparison as if the call was not there; otherwise with the bits of an open gate.
-    itself = state.compares or state.leaves_out or not (torch.is_grad_enabled() or forward_ad._current_level >= 0)
+    # Otherwise with the bits of an open gate.
+    itself = name in state.left_out or not (torch.is_grad_enabled() or forward_ad._current_level >= 0)
     return input if itself else alias(input)
 
 

@@ -171,7 +171,12 @@ class Program:
         Raises:
             RuntimeError: If gradients reach parameters outside of the graph.
         """
-        with self.aside(around=around) as moved, gated(gates), opened(*open) as met, torch.enable_grad():
+        with (
+            self.aside(around=around) as moved,
+            gated(gates),
+            opened(*open, leaves_out=True) as met,
+            torch.enable_grad(),
+        ):
             if nudge is not None and params is not None:
                 _nudge(params.values(), *nudge)
             with nullcontext() if gates is None else gates.noting():

@@ -220,7 +220,7 @@ def graph_of(program: Program, params: Mapping[str, Tensor] | None = None) -> Gr
     def run_again(open: frozenset[str]) -> frozenset[str] | None:
         if not (differs or board.needs_rerun(open)):
             return None
-        with program.aside(), opened(*open):
+        with program.aside(), opened(*open, leaves_out=True):
             return reached(program.run(), tensors)
 
     return replace(found, _run_again=run_again)
