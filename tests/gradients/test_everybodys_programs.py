@@ -2351,3 +2351,70 @@ def test_a_block_that_is_opened_meanwhile_does_not_change_those_left_out():
     with opened("everybody.asked", leaves_out=True), opened("everybody.own"):
         assert stop_gradient(x, "everybody.asked") is x
         assert stop_gradient(x, "everybody.own") is not x
+
+
+# --- hooks on every node as it is made ------------------------------------------------------------------------------
+
+new_in_2_14 = pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "node_creation_hook"), reason="newer than torch 2.13"
+)
+
+
+def _clip(node):
+    if not hasattr(node, "variable"):  # `torch.autograd.grad` does not come to leaves
+        node.register_prehook(lambda gradients: tuple(g if g is None else g.clamp(-0.1, 0.1) for g in gradients))
+
+
+def clipped_at_every_node(stop):
+    u = _leaf(2, 6)
+
+    def loss():
+        with torch.autograd.graph.node_creation_hook(_clip):
+            y = u.sin()
+            return (y * stop(y) + y.exp()).sum()
+
+    return loss, {"u": u}
+
+
+@new_in_2_14
+def test_hooks_on_every_node_are_no_linear_steps():
+    _ask(clipped_at_every_node, TENSOR)
+    loss, params = clipped_at_every_node(torch.detach)
+    plain = _backward(clipped_at_every_node, torch.detach)["u"]
+    with audited(params) as step:
+        loss().backward()
+    assert torch.equal(params["u"].grad, plain)
+    assert [entry.reason for entry in step.audits[0].unopened] == [
+        "a hook or a custom function behind it may not be linear"
+    ]
+    with pytest.raises(ValueError, match=r"second derivative\. Found a hook"):
+        field_jacobian(*clipped_at_every_node(stop_gradient))
+
+
+@new_in_2_14
+def test_hooks_on_every_node_that_the_caller_has_set_are_no_linear_steps():
+    plain = {i: _truth(clipped_at_every_node, [TENSOR], open)["u"] for i, open in enumerate([(), (0,)])}
+    u = _leaf(2, 6)
+
+    def loss():
+        y = u.sin()
+        return (y * stop_gradient(y, "everybody.asked") + y.exp()).sum()
+
+    with torch.autograd.graph.node_creation_hook(_clip):
+        found = compare(loss, {"u": u})
+        assert torch.equal(found.blocked["u"], plain[0])
+        assert found.effects[0].leak == pytest.approx((plain[1] - plain[0]).norm().item())
+
+
+@new_in_2_14
+def test_a_hook_that_logs_every_node_sees_no_gradient_that_is_none():
+    u, norms = _leaf(2, 6), []
+
+    def log(node):
+        node.register_hook(lambda _, gradients: norms.append(gradients[0].norm()))
+
+    with audited({"u": u}):
+        with torch.autograd.graph.node_creation_hook(log):
+            loss = (u.sin() * u.exp().detach()).sum()
+        loss.backward()
+    assert norms

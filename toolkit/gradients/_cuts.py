@@ -78,6 +78,7 @@ class CutBoard(GateBoard):
         self.first, self.latest = next_number(), ""
         self._real, self._leaves, self._is_inside, self._process = real, list[Any](), False, os.getpid()
         self._anchor = torch.empty((), device="cpu", requires_grad=True)
+        self._anchored = get_gradient_edge(self._anchor)  # made now, unseen by a `node_creation_hook` of the program
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
         """Return `input` behind a cut; None if it should be stopped, as in a child process."""
@@ -228,7 +229,7 @@ class CutBoard(GateBoard):
 
     def is_hooked(self, node: Any) -> bool:
         """Return whether the program has set a hook on the result of this node."""
-        return bool(_hooks(node))
+        return self.hooked or bool(_hooks(node))
 
     @contextmanager
     def keeping_hooks(self, nodes: Iterable[Any]) -> Iterator[None]:

@@ -116,7 +116,7 @@ class GateBoard(Gates):
         """Record a forward pass: every block in it becomes a gate, closed for derivatives inside of the pass."""
         self._in_forward, self.start = True, next_number()
         try:
-            with gated(self), _Watch(self):
+            with gated(self), _Watch(self), _noting_hooks_of_every_node(self):
                 yield
         finally:
             self._in_forward = False
@@ -300,6 +300,10 @@ class GateBoard(Gates):
         """Note that a tensor has a new hook, which may act nonlinearly on cotangents."""
         self.linear, self.hooked = False, True
 
+    def hook_every_node(self) -> None:
+        """Note that the program may set a hook on each node as it is made."""
+        self.linear, self.hooked = False, True
+
     def hand_out_a_node(self) -> None:
         """Note that the program looks at a node, which may get hooks unseen."""
         self.linear = False
@@ -455,6 +459,44 @@ class _Watch(TorchFunctionMode):
             self._board.mend(context)
         elif args == (True,):
             self._board.pierce(context)
+
+
+@contextmanager
+def _noting_hooks_of_every_node(board: GateBoard) -> Iterator[None]:
+    """Tell the board of a `node_creation_hook`, also of one that the caller has set already."""
+    hooks: Any = torch._C._autograd
+    push = getattr(hooks, "_push_node_creation_hook", None)  # newer than torch 2.13
+    if push is None:
+        yield
+        return
+
+    def pushed(hook: Any) -> None:
+        board.hook_every_node()
+        push(hook)
+
+    if _runs_python(lambda: torch.empty((), device="cpu", requires_grad=True).sin()):
+        board.hook_every_node()
+    hooks._push_node_creation_hook = pushed
+    try:
+        yield
+    finally:
+        hooks._push_node_creation_hook = push
+
+
+def _runs_python(operation: Callable[[], Any]) -> bool:
+    """Return whether an operation of torch calls a function in Python."""
+    called, profile = [0], sys.getprofile()
+    with torch._C.DisableTorchFunction():
+
+        def note(frame: FrameType, event: str, argument: Any) -> None:
+            called[0] += event == "call" and frame.f_code is not operation.__code__
+
+        sys.setprofile(note)
+        try:
+            operation()
+        finally:
+            sys.setprofile(profile)
+    return called[0] > 0
 
 
 def unwraps(input: Any) -> bool:
