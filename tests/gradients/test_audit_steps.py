@@ -670,6 +670,13 @@ def test_the_scale_of_a_loss_is_said():
     ]
 
 
+def test_a_scaler_that_is_not_enabled_is_no_scaler():
+    w, scaler = torch.ones(2, requires_grad=True), torch.amp.GradScaler("cpu", enabled=False)
+    with audited() as step:
+        scaler.scale((w * w.detach()).sum().div(torch.tensor(2.0))).backward()
+    assert step.audits[0].remarks == []
+
+
 def test_the_graph_is_drawn():
     w = torch.tensor(3.0, requires_grad=True)
     with audited({"w": w}) as answer:

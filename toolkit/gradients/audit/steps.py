@@ -624,7 +624,8 @@ def _scaling_of(value: Tensor, alive: Iterable[object]) -> list[str]:
     factor = getattr(value.grad_fn, "_saved_other", None)
     if not isinstance(factor, Tensor):
         return []
-    scales = [scaler._scale for scaler in alive if isinstance(scaler, torch.amp.GradScaler)]
+    scalers = (scaler for scaler in alive if isinstance(scaler, torch.amp.GradScaler))
+    scales = [getattr(scaler, "_scale", None) for scaler in scalers]  # one that is not enabled has none
     is_scaled = any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
     return [f"a GradScaler has multiplied the loss, gradients and leaks by {factor.item():g}"] * is_scaled
 
