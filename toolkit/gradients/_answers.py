@@ -141,6 +141,13 @@ class Answers(ABC):
         """Parameter -> gradient with every block in place, as a vector."""
         return {name: flat(gradient) for name, gradient in self.plain.gradients.items()}
 
+    def include(self, params: Mapping[str, Tensor]) -> None:
+        """Differentiate by further tensors, which have no path to the loss with every block in place."""
+        self.params = {**self.params, **params}
+        self.plain.gradients.update({name: torch.zeros_like(parameter) for name, parameter in params.items()})
+        self._versions = {**self._versions, **{name: parameter._version for name, parameter in params.items()}}
+        self.__dict__.pop("flat_blocked", None)
+
     @contextmanager
     def passing(self, open: Collection[str]) -> Iterator[None]:
         """Let the gates of `open` pass in backward passes."""

@@ -24,6 +24,7 @@ from toolkit.gradients._program import Parameters
 from toolkit.gradients._rounding import Rounding, RoundingOfRuns
 from toolkit.gradients.verdict import (
     BlockEffect,
+    Difference,
     Floats,
     Verdict,
     differences,
@@ -168,6 +169,15 @@ class Comparison:
         self.effects.append(effect)
         self._measured_apart.add(effect.name)
         self.unopened.pop(effect.name, None)
+
+    def _include_parameters(self, params: Mapping[str, Tensor]) -> None:
+        """Add parameters to which another run of the program has shown a path, which blocks cut."""
+        self._answers.include(params)
+        for known in ("_indices", "_products_when_blocked", "_blocked_norm", "_norms_when_blocked"):
+            self.__dict__.pop(known, None)
+        self._rounding = Rounding(self._answers, self._products_when_blocked[:, 3])
+        for effect in self.effects:
+            effect.per_parameter.update(dict.fromkeys(params, Difference(0.0, math.nan, math.nan)))
 
     @property
     def _at_once(self) -> list[BlockEffect]:

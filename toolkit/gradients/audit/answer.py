@@ -163,6 +163,11 @@ class Audit:
             self.unopened = [entry for entry in self.unopened if entry.site != place]
         self.reruns.append(place)
 
+    def _include_parameters(self, params: Mapping[str, Tensor]) -> None:
+        """Add parameters to which another run has shown a path, which stops cut."""
+        self._comparison._include_parameters(params)
+        self.unreached = {name: end for name, end in self.unreached.items() if name not in params}
+
     def _close(self, place: str, reason: str) -> None:
         """Change the reason why a place could not be opened."""
         self.unopened = [replace(entry, reason=reason) if entry.site == place else entry for entry in self.unopened]

@@ -24,7 +24,7 @@ from toolkit.gradients._parts import Parts
 from toolkit.gradients._program import coarsest, keeping_selected, nodes_of
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.places import BareBlocks
-from toolkit.gradients.audit.scripts import Digest, Question, RecordedRun, Script, ScriptRun, key_of
+from toolkit.gradients.audit.scripts import Digest, Question, RecordedRun, Script, ScriptRun, is_name, key_of
 from toolkit.gradients.audit.steps import EARLIER, Storages, shaken
 from toolkit.gradients.audit.variables import modules_by_name, objects_of, parameters_of, scopes_of
 from toolkit.gradients.verdict import BlockEffect, equal, flat, norm
@@ -181,7 +181,7 @@ class _Entry(NamedTuple):
 
     number: int
     audit: Audit
-    keys: Mapping[str, str]
+    keys: dict[str, str]
     plain: Found
 
     def holds(self) -> bool:
@@ -255,11 +255,24 @@ class _Entry(NamedTuple):
             raise _Closed(f"opened, the script fails: {found.error}" if found.error else _NEVER_COMES)
         if found.digests[: after.n_before] != self.plain.digests[: before.n_before]:
             raise _Closed(_CHANGES)
-        if further := ", ".join(sorted(after.gradients.keys() - self.keys.keys())):
-            raise _Closed(f"opened, it gives a gradient to {further}, which the recorded step does not reach")
+        self._include_parameters(after)
         leak = self._leak(after, carried=not found.reached.isdisjoint(places))
         noise = [before.noise.get(key, 0.0) + after.noise.get(key, 0.0) for key in self.keys]
         return self.audit._measured(places, leak, np.array(noise), max(before.precision, after.precision))
+
+    def _include_parameters(self, after: Pass) -> None:
+        """Add the parameters to which the recorded step has no path, and a further run has one.
+
+        Raises:
+            _Closed: If one has no name, perhaps because another has taken it.
+        """
+        found = {key: gradient for key, gradient in after.gradients.items() if gradient is not None}
+        further = {key: found[key] for key in sorted(found.keys() - self.keys.keys())}
+        if nameless := ", ".join(key for key in further if not is_name(key)):
+            raise _Closed(f"opened, it gives a gradient to {nameless}, which the recorded step does not reach")
+        if further:
+            self.keys.update(zip(further, further, strict=True))
+            self.audit._include_parameters(further)
 
     def _leak(self, after: Pass, *, carried: bool) -> Leak:
         """Return the difference between two runs.

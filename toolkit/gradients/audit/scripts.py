@@ -36,11 +36,24 @@ from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.passes import Refused, backward_passes, root_of_pass
 from toolkit.gradients.audit.steps import Recorder, Unrecordable
 
-__all__ = ["Again", "Digest", "Lessons", "Question", "RecordedRun", "Refused", "Script", "ScriptRun", "key_of"]
+__all__ = [
+    "Again",
+    "Digest",
+    "Lessons",
+    "Question",
+    "RecordedRun",
+    "Refused",
+    "Script",
+    "ScriptRun",
+    "is_name",
+    "key_of",
+]
 
 # The environment variable with the lessons of earlier starts of this script.
 _LESSONS = "STOPGRAD_AUDIT_LESSONS"
 _MOST_STARTS = 20
+
+_NAMELESS = "a tensor of shape "
 
 # A graph that goes back further has no beginning, such as that of a state that is never detached.
 _MOST_STEPS_EARLIER = 7
@@ -498,7 +511,12 @@ def key_of(name: str, parameter: Tensor) -> str:
 
     A number is the place among the parameters of one graph.
     """
-    return f"a tensor of shape {tuple(parameter.shape)}, {_hashed(parameter)}" if " #" in name else name
+    return f"{_NAMELESS}{tuple(parameter.shape)}, {_hashed(parameter)}" if " #" in name else name
+
+
+def is_name(key: str) -> bool:
+    """Return whether a key is the name of a parameter; see `key_of`."""
+    return not key.startswith(_NAMELESS)
 
 
 def _hashed(tensor: Tensor) -> str:
