@@ -144,6 +144,12 @@ def test_the_deviation_of_rewards_in_half_precision_does_not_overflow():
     torch.testing.assert_close(found.float(), expected, rtol=4e-3, atol=0)  # a few roundings of 2^-11
 
 
+def test_an_action_at_its_bound_keeps_its_gradient():
+    action = torch.tensor([1.0, -1.0, 1.5], requires_grad=True)
+    found = pg.smoothed_actions(action, noise=0.0)
+    assert torch.autograd.grad(found.sum(), action)[0].tolist() == [1, 1, 0]
+
+
 def test_smoothed_actions_stay_near_and_inside():
     actions = torch.linspace(-1, 1, 1001)
     found = pg.smoothed_actions(actions, noise=3.0, clip=0.1, generator=torch.Generator().manual_seed(0))

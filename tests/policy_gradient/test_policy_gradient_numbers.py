@@ -166,6 +166,16 @@ def test_an_upper_width_of_its_own():
     assert gradient(wider, ratios)[0].tolist() == [-0.5, -0.5]
 
 
+def test_a_ratio_at_the_bounds_has_not_left_the_interval():
+    """0.8 in half precision is below 0.8, but no less than the bound of that precision."""
+    for ratios in (leaf(doubles(0.75, 1.25)), torch.tensor([0.8, 1.2]).half().requires_grad_()):
+        width = 1 - ratios[0].item() if ratios.dtype == torch.float64 else 0.2
+        for advantages in ((1.0, 2.0), (-1.0, -2.0)):
+            adv = ratios.new_tensor(advantages)
+            loss = partial(pg.clipped_surrogate_pg_loss, ratios, adv, width)
+            assert gradient(loss, ratios)[0].tolist() == (-adv / 2).tolist()
+
+
 def test_the_ratio_of_a_policy_to_itself_has_the_gradient_of_reinforce():
     logits = leaf(LOGITS)
 

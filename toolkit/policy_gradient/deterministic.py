@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit._checks import number
 from toolkit._random import own_generator
-from toolkit._tensors import floating, same_shape, tensors
+from toolkit._tensors import bounded, floating, same_shape, tensors
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -180,4 +180,4 @@ def smoothed_actions(
     high = number("high", high, above=low)
     source = own_generator(generator)
     z = torch.randn(a_t.shape, generator=source, dtype=a_t.dtype, device=source.device).to(a_t.device)
-    return (a_t + (noise * z).clamp(-clip, clip)).clamp(low, high)
+    return bounded(a_t + (noise * z).clamp(-clip, clip), low, high)

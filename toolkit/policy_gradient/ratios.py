@@ -97,8 +97,9 @@ def clipped_surrogate_pg_loss(
 ) -> Tensor:
     r"""Return the loss of PPO, the mean of ``-min(r sg(A), clip(r, 1 - e, 1 + e') sg(A))``.
 
-    With the block `ADVANTAGE` in place the ratio's gradient is ``-A / N``, and 0 where the ratio has left the interval
-    in the direction of its advantage. Open, the advantage gets ``-r / N``, or minus the clipped ratio where it counts.
+    With the block `ADVANTAGE` in place the ratio's gradient is ``-A / N``, and 0 where the ratio has left the closed
+    interval in the direction of its advantage. Open, the advantage gets ``-r / N``, or minus the clipped ratio where it
+    counts.
 
     Args:
         prob_ratios_t: (\*), ratios, as `importance_ratios` returns them.
@@ -312,4 +313,4 @@ def _interval(epsilon: float, epsilon_high: float | None) -> tuple[float, float]
 
 
 def _clipped_objective(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    return torch.minimum(ratios * advantages, ratios.clamp(low, high) * advantages)
+    return torch.minimum(ratios * advantages, bounded(ratios, low, high) * advantages)
