@@ -15,13 +15,14 @@ from accelerator import ACCELERATOR
 from torch.utils._pytree import tree_leaves
 
 from toolkit.bilevel import newton_step
-from toolkit.curvature import gaussian_kl_from_held, kl_from_held, robust_loss
+from toolkit.curvature import gaussian_kl_from_held, kl_from_held, robust_loss, scale_gradient
 from toolkit.policy_gradient import clipped_surrogate_pg_loss, importance_ratios, policy_gradient_loss, rpg_loss
 from toolkit.quantization import leaky_integrate_and_fire
 from toolkit.self_supervised import KeyQueue, dino_center, moco_loss, sinkhorn
 from toolkit.stochastic import leave_one_out
 from toolkit.value_learning import incremental_update, quantile_q_learning, td_learning
 from toolkit.weighting import (
+    circle_loss,
     ema_normalize,
     focal_loss,
     held_sigmoid_focal_loss,
@@ -265,6 +266,62 @@ def test_a_shape_that_does_not_fit_is_refused(line):
             for wrong in wrong_shapes(tensors[name]):
                 with pytest.raises((ValueError, TypeError), match="should"):
                     function(**{**tensors, name: wrong})
+
+
+@EACH
+def test_a_tensor_of_another_kind_is_a_number_or_refused_by_name(line):
+    """Integers and flags count as the numbers they are, where they are taken at all; complex numbers never are."""
+    for seed in range(3):
+        function, tensors, specs = call(line, seed)
+        for name in [name for name, spec in specs.items() if "<" not in spec and spec[0] != "o"]:
+            for kind in (torch.int64, torch.bool, torch.complex128):
+                other = tensors[name].to(kind)
+                try:
+                    found = function(**{**tensors, name: other})
+                except ValueError as error:
+                    if not re.match(rf"`{name}` should be .* Found .*\.$", str(error)):
+                        raise
+                else:
+                    linear = function.func is scale_gradient  # takes complex numbers as well
+                    assert linear or not kind.is_complex
+                    right = function(**{**tensors, name: other if linear else other.double()})
+                    torch.testing.assert_close(found, right, check_dtype=False)
+
+
+@EACH
+def test_indices_out_of_range_are_refused_by_name(line):
+    for seed in range(3):
+        function, tensors, specs = call(line, seed)
+        classes = {} if function.func is circle_loss else {n: SIZES[s[-1]] for n, s in specs.items() if s[-2:-1] == "<"}
+        for name, below in classes.items():
+            expected = function(**tensors)
+            for kind in (torch.uint8, torch.int32):
+                torch.testing.assert_close(function(**{**tensors, name: tensors[name].to(kind)}), expected)
+            for wrong in (below, -1):
+                indices = tensors[name].clone()
+                indices.view(-1)[-1] = wrong
+                with pytest.raises(
+                    ValueError, match=f"`{name}` should be at least 0 and below {below}. Found {wrong}."
+                ):
+                    function(**{**tensors, name: indices})
+
+
+@EACH
+def test_dimensions_without_entries_have_an_answer_or_are_refused(line):
+    for seed in range(3):
+        function, tensors, specs = call(line, seed)
+        for size in {dim for spec in specs.values() for dim in re.findall(r"[A-Z]", spec[1:].partition("<")[0])}:
+            empty = dict(tensors)
+            for key, spec in specs.items():
+                dims = spec[1:].partition("<")[0].removesuffix("!").split(",")
+                if size in dims:
+                    dim = dims.index(size) - len(dims) if "*" not in dims[dims.index(size) :] else dims.index(size)
+                    empty[key] = tensors[key].narrow(dim, 0, 0)
+            try:
+                function(**empty)
+            except ValueError as error:
+                if " should " not in str(error):
+                    raise
 
 
 @EACH

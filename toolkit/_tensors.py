@@ -21,9 +21,12 @@ __all__ = [
     "exact_products",
     "exponential_remainder",
     "floating",
+    "floating_alike",
+    "in_range",
     "integers",
     "kind_of",
     "largest_exponent",
+    "promoted",
     "same_shape",
     "shape_of",
     "tensors",
@@ -113,6 +116,28 @@ def same_shape(ndim: int = 0, **tensors: object) -> None:
             raise ValueError(
                 f"`{name}` should have the shape of `{first}`, {tuple(shape)}{least}. Found {tuple(found)}."
             )
+
+
+def floating_alike(ndim: int = 0, **tensors: Tensor) -> None:
+    """Raise a ValueError unless all are floating-point tensors with the shape of the first, as `same_shape` has it."""
+    floating(**tensors)
+    same_shape(ndim, **tensors)
+
+
+def promoted(input: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return integers and flags in the type of a floating-point tensor, or in torch's default; all else unchanged."""
+    if not isinstance(input, Tensor) or input.is_floating_point() or input.is_complex():
+        return input
+    if like is None:
+        return input.to(torch.get_default_dtype())
+    return input.to(like.dtype) if isinstance(like, Tensor) and like.is_floating_point() else input
+
+
+def in_range(name: str, indices: Tensor, below: int) -> None:
+    """Raise a ValueError if an index is negative or too large; for indices that torch has refused, as it reads them."""
+    wrong = indices[(indices < 0) | (indices >= below)]
+    if len(wrong):
+        raise ValueError(f"`{name}` should be at least 0 and below {below}. Found {int(wrong[0])}.")
 
 
 def tensors(**values: object) -> None:

@@ -269,7 +269,7 @@ MISTAKES = {
     ),
     "actions that are fractions": (
         lambda: pg.policy_gradient_loss(LOGITS, ADVANTAGES, ADVANTAGES),
-        "`a_t` should be integers. Found torch.float64.",
+        "`a_t` should be a tensor of integers. Found torch.float64.",
     ),
     "a baseline for each action": (
         lambda: pg.expected_policy_gradient_loss(LOGITS, Q, Q),
@@ -281,7 +281,7 @@ MISTAKES = {
     ),
     "a number for a tensor": (
         lambda: pg.policy_gradient_loss(LOGITS, ACTIONS, 0.5),
-        "`adv_t` should be a tensor. Found float.",
+        "`adv_t` should be a floating-point tensor. Found float.",
     ),
     "values without a last one": (
         lambda: pg.gae_value_loss(R, D, 0.7, V[:-1]),
@@ -344,7 +344,7 @@ def test_a_mistake_is_named(mistake):
 @pytest.mark.parametrize("action", [-100, -1, 3])
 def test_an_action_that_does_not_exist_is_refused(action):
     """Torch's cross entropy ignores a label of -100."""
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match=f"^`a_t` should be at least 0 and below 3. Found {action}.$"):
         pg.policy_gradient_loss(LOGITS, torch.tensor([action, 0]), ADVANTAGES)
 
 

@@ -344,9 +344,9 @@ def test_the_module_keeps_its_precision_wherever_it_is_moved():
     ("call", "message"),
     [
         (lambda: top_k_ste(X, 4), "`k` should be an integer from 1 to 3. Found 4."),
-        (lambda: round_ste("a"), "`x` should be a tensor. Found str."),
-        (lambda: sign_ste([1.0]), "`x` should be a tensor. Found list."),
-        (lambda: one_hot_ste("a"), "`probabilities` should be a tensor. Found str."),
+        (lambda: round_ste("a"), "`x` should be a floating-point tensor. Found str."),
+        (lambda: sign_ste([1.0]), "`x` should be a floating-point tensor. Found list."),
+        (lambda: one_hot_ste("a"), "`probabilities` should be a floating-point tensor. Found str."),
         (lambda: gumbel_softmax(X.long()), "`logits` should be a floating-point tensor. Found torch.int64."),
         (lambda: gumbel_softmax(X, temperature=0), "`temperature` should be positive and finite. Found 0."),
         (lambda: FiniteScalarQuantizer([]), "`levels` should have an entry for each coordinate. Found none."),

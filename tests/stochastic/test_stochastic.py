@@ -1001,7 +1001,7 @@ WRONG = [
     ),
     (lambda: rebar_loss(X, X, X, Y), "`conditional` should have the shape of `log_prob`, (3, 2). Found (3,)."),
     (lambda: straight_through(X, Y), "`mean` should have the shape of `sample`, (3, 2). Found (3,)."),
-    (lambda: straight_through([1.0], X), "`sample` should be a tensor. Found list."),
+    (lambda: straight_through([1.0], X), "`sample` should be a floating-point tensor. Found list."),
 ]  # fmt: skip
 
 

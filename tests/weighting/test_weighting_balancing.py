@@ -349,7 +349,7 @@ def test_errors_name_the_argument():
         gradnorm_loss(torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2), alpha=-1)
     with pytest.raises(ValueError, match="`beta` should be from 0 to 1"):
         beta_nll_loss(torch.ones(2), torch.ones(2), torch.ones(2), beta=2)
-    with pytest.raises(ValueError, match="`input`, `target` and `var` should have the same shape"):
+    with pytest.raises(ValueError, match="`target` should have the shape of `input`"):
         beta_nll_loss(torch.ones(2, 1), torch.ones(2), torch.ones(2))
     w = torch.ones(2, requires_grad=True)
     for name in ("delta", "most"):

@@ -325,7 +325,7 @@ def test_errors_name_the_argument():
         ValueError, match=r"`running_mean` should have one value for each of the 2 channels. Found \(3,\)"
     ):
         batch_renorm(torch.zeros(4, 2), torch.zeros(3), torch.ones(2))
-    with pytest.raises(ValueError, match=r"`input` should have shape \(N, C, ...\) with N > 0. Found \(0, 2\)"):
+    with pytest.raises(ValueError, match=r"`input` should have shape \(N, C, ...\), not empty. Found \(0, 2\)"):
         batch_renorm(torch.zeros(0, 2), torch.zeros(2), torch.ones(2))
     with pytest.raises(ValueError, match="`rmax` should be finite and at least 1"):
         BatchRenorm(2, rmax=0.5)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from toolkit._tensors import exponential_remainder, floating, same_shape, wide
+from toolkit._tensors import exponential_remainder, floating_alike, wide
 from toolkit.blocks import block, is_blocked, stop_gradient, variable
 from toolkit.curvature.products import tensors_of
 
@@ -75,7 +75,7 @@ def held_divergence(loss: Callable[[Tensor], Tensor], outputs: Tensor, held: Ten
         >>> held_divergence(lambda f: (f - 7).square().sum() / 2, f, h)
         tensor(2.5000)
     """
-    same_shape(outputs=outputs, held=held)
+    floating_alike(outputs=outputs, held=held)
     held = stop_gradient(held, HELD_OUTPUTS)
     base = loss(held)
     with torch.enable_grad():
@@ -218,9 +218,8 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
         >>> gaussian_kl_from_held(torch.tensor([1.0, 2.0]), zeros, zeros, zeros)
         tensor(2.5000)
     """
-    same_shape(1, mean=mean, held_mean=held_mean)
-    same_shape(log_std=log_std, held_log_std=held_log_std)
-    floating(mean=mean, held_mean=held_mean, log_std=log_std, held_log_std=held_log_std)
+    floating_alike(1, mean=mean, held_mean=held_mean)
+    floating_alike(log_std=log_std, held_log_std=held_log_std)
     if log_std.shape not in (mean.shape, mean.shape[-1:]):
         raise ValueError(
             f"`log_std` should have shape {tuple(mean.shape)} or {tuple(mean.shape[-1:])}. Found "
@@ -233,8 +232,7 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
 
 
 def _log_probabilities(logits: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    same_shape(1, logits=logits, held=held)
-    floating(logits=logits, held=held)
+    floating_alike(1, logits=logits, held=held)
     return torch.log_softmax(wide(logits), -1), torch.log_softmax(stop_gradient(wide(held), HELD_POLICY), -1)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from toolkit._checks import choice, number
-from toolkit._tensors import bounded, floating, same_shape, wide
+from toolkit._tensors import bounded, floating, floating_alike, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -198,7 +198,7 @@ def proximal_penalty(point: Tensor, anchor: Tensor, *, step: float) -> Tensor:
         tensor(5.)
     """
     step = number("step", step, above=0)
-    same_shape(point=point, anchor=anchor)
+    floating_alike(point=point, anchor=anchor)
     return (point - stop_gradient(anchor, ANCHOR)).square().sum() / (2 * step)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from toolkit._tensors import INTEGERS, shape_of
+from toolkit._tensors import floating, integers, shape_of
 
-__all__ = ["actions_of", "floating", "one_for_each_row", "scalar"]
+__all__ = ["actions_of", "one_for_each_row", "scalar"]
 
 
 def one_for_each_row(**tensors: object) -> None:
@@ -24,18 +23,14 @@ def one_for_each_row(**tensors: object) -> None:
 
 
 def actions_of(logits_t: Tensor, a_t: Tensor) -> None:
-    """Raise a ValueError unless `a_t` are integers, one for each row of `logits_t`."""
+    """Raise a ValueError unless `a_t` are integers, one for each row of floating-point `logits_t`."""
+    floating(logits_t=logits_t)
     one_for_each_row(logits_t=logits_t, a_t=a_t)
-    if a_t.dtype not in INTEGERS:
-        raise ValueError(f"`a_t` should be integers. Found {a_t.dtype}.")
+    integers(a_t=a_t)
 
 
-def scalar(name: str, tensor: object) -> None:
-    """Raise a ValueError unless `tensor` has one element and no dimensions."""
-    if shape_of(name, tensor) != ():
-        raise ValueError(f"`{name}` should be a tensor without dimensions. Found shape {tuple(tensor.shape)}.")  # type: ignore[attr-defined]
-
-
-def floating(tensor: Tensor) -> Tensor:
-    """Return integers in torch's default type, and anything else unchanged."""
-    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+def scalar(name: str, tensor: Tensor) -> None:
+    """Raise a ValueError unless `tensor` is a floating-point tensor without dimensions."""
+    floating(**{name: tensor})
+    if tensor.ndim:
+        raise ValueError(f"`{name}` should be a tensor without dimensions. Found shape {tuple(tensor.shape)}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from toolkit._tensors import same_shape
+from toolkit._tensors import floating, floating_alike
 from toolkit.blocks import block, stop_gradient
 from toolkit.policy_gradient._shapes import one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
@@ -57,11 +57,12 @@ def expected_policy_gradient_loss(logits_t: Tensor, q_t: Tensor, baseline_t: Ten
         >>> torch.autograd.grad(loss, logits)
         (tensor([[-0.2500,  0.2500]]),)
     """
-    same_shape(logits_t=logits_t, q_t=q_t)
+    floating_alike(logits_t=logits_t, q_t=q_t)
     log_prob = logits_t.log_softmax(-1)
     policy = log_prob.exp()
     advantages = _of_legal(q_t, policy)
     if baseline_t is not None:
+        floating(baseline_t=baseline_t)
         one_for_each_row(logits_t=logits_t, baseline_t=baseline_t)
         advantages = advantages - baseline_t.unsqueeze(-1)
     weights = stop_gradient(policy, SAMPLING) * stop_gradient(advantages, ADVANTAGE)
@@ -134,14 +135,14 @@ def rpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
         >>> rpg_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
         tensor(0.5000)
     """
-    same_shape(logits_t=logits_t, q_t=q_t)
+    floating_alike(logits_t=logits_t, q_t=q_t)
     q, policy = stop_gradient(q_t, ACTION_VALUES), logits_t.softmax(-1)
     regrets = (q - (policy * _of_legal(q, policy)).sum(-1, keepdim=True)).relu()
     return regrets.masked_fill(logits_t.isneginf(), 0.0).sum(-1).mean()
 
 
 def _policy_and_advantages(logits_t: Tensor, q_t: Tensor) -> tuple[Tensor, Tensor]:
-    same_shape(logits_t=logits_t, q_t=q_t)
+    floating_alike(logits_t=logits_t, q_t=q_t)
     policy = logits_t.softmax(-1)
     values = _of_legal(q_t, policy)
     return policy, values - (policy * values).sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit._checks import number
 from toolkit._random import own_generator
-from toolkit._tensors import bounded, floating, same_shape, tensors
+from toolkit._tensors import bounded, floating, floating_alike, promoted
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -96,7 +96,7 @@ def dpg_loss(a_t: Tensor, dqda_t: Tensor, dqda_clipping: float | None = None) ->
         >>> action.grad
         tensor([-1.,  2.])
     """
-    same_shape(a_t=a_t, dqda_t=dqda_t)
+    floating_alike(a_t=a_t, dqda_t=dqda_t)
     if dqda_clipping is not None:
         bound = number("dqda_clipping", dqda_clipping, above=0)
         norm = torch.linalg.vector_norm(dqda_t, dim=-1, keepdim=True)
@@ -132,11 +132,12 @@ def td3_critic_loss(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Tensor)
         >>> td3_critic_loss(torch.zeros(2, 1), one, 0.5 * one, torch.tensor([[2.0], [3.0]]))
         tensor(4.)
     """
-    floating(discount_t=discount_t)  # a flag of the end would be its opposite
-    same_shape(r_t=r_t, discount_t=discount_t)
+    r_t = promoted(r_t, discount_t)
+    floating_alike(r_t=r_t, discount_t=discount_t)
+    floating(q_tm1=q_tm1, q_t=q_t)
     for name, values in (("q_tm1", q_tm1), ("q_t", q_t)):
-        if not isinstance(values, Tensor) or values.dim() == 0 or values.shape[1:] != r_t.shape or not len(values):
-            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        if values.dim() == 0 or values.shape[1:] != r_t.shape or not len(values):
+            found = tuple(values.shape)
             raise ValueError(f"`{name}` should have shape (K, *), * being {tuple(r_t.shape)}. Found {found}.")
     targets = stop_gradient(torch.addcmul(r_t, discount_t, q_t.amin(0)), CLIPPED_TARGET)
     return 0.5 * len(q_tm1) * (q_tm1 - targets).square().mean()
@@ -174,7 +175,7 @@ def smoothed_actions(
         >>> smoothed_actions(torch.tensor([5.0, -5.0]))
         tensor([ 1., -1.])
     """
-    tensors(a_t=a_t)
+    floating(a_t=a_t)
     noise, clip = number("noise", noise, least=0), number("clip", clip, least=0)
     low = number("low", low)
     high = number("high", high, above=low)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit._tensors import same_shape
-from toolkit.policy_gradient._shapes import floating
+from toolkit._tensors import floating, promoted
 
 __all__ = ["group_advantages"]
 
@@ -59,10 +58,11 @@ def group_advantages(
     choice("baseline", baseline, ("mean", "leave_one_out"))
     choice("scale", scale, ("std", "none"))
     epsilon = number("epsilon", epsilon, above=0)
-    same_shape(rewards=rewards)
+    rewards = promoted(rewards)
+    floating(rewards=rewards)
     if rewards.dim() == 0 or rewards.shape[-1] < 2:
         raise ValueError(f"`rewards` should have groups of at least two. Found shape {tuple(rewards.shape)}.")
-    rewards, k = floating(rewards), rewards.shape[-1]
+    k = rewards.shape[-1]
     # The mean of equal numbers may be rounded to another one, and divided by epsilon the difference counts.
     offsets = rewards - rewards[..., :1]
     centred = offsets - offsets.mean(-1, keepdim=True)

@@ -17,9 +17,10 @@ from toolkit._tensors import (
     bounded,
     common_dtype,
     exponential_remainder,
+    floating,
+    floating_alike,
     largest_exponent,
-    same_shape,
-    shape_of,
+    promoted,
     wide,
 )
 from toolkit.blocks import block, stop_gradient
@@ -87,7 +88,7 @@ def importance_ratios(log_prob_t: Tensor, old_log_prob_t: Tensor | None = None) 
         (tensor([1.]),)
     """
     old = log_prob_t if old_log_prob_t is None else old_log_prob_t
-    same_shape(log_prob_t=log_prob_t, old_log_prob_t=old)
+    floating_alike(log_prob_t=log_prob_t, old_log_prob_t=old)
     x = log_prob_t - stop_gradient(old, OLD_POLICY)
     return x.clamp(max=largest_exponent(x.dtype)).exp()
 
@@ -121,7 +122,8 @@ def clipped_surrogate_pg_loss(
         tensor(0.2750)
     """
     low, high = _interval(epsilon, epsilon_high)
-    same_shape(prob_ratios_t=prob_ratios_t, adv_t=adv_t)
+    adv_t = promoted(adv_t, prob_ratios_t)
+    floating_alike(prob_ratios_t=prob_ratios_t, adv_t=adv_t)
     return -_clipped_objective(prob_ratios_t, stop_gradient(adv_t, ADVANTAGE), low, high).mean()
 
 
@@ -170,18 +172,18 @@ def grpo_loss(
     """
     low, high = _interval(epsilon, epsilon_high)
     beta = number("beta", beta, least=0)
-    if len(shape_of("log_prob_t", log_prob_t)) < 2:
+    adv = promoted(adv, log_prob_t)
+    floating(log_prob_t=log_prob_t, adv=adv)
+    if log_prob_t.ndim < 2:
         raise ValueError(f"`log_prob_t` should have shape (*, K, T). Found {tuple(log_prob_t.shape)}.")
     one_for_each_row(log_prob_t=log_prob_t, adv=adv)
     if beta and reference_log_prob_t is None:
         raise ValueError(f"`reference_log_prob_t` should be given for a positive `beta`. Found None, {beta:g}.")
-    of_tokens = {
-        "old_log_prob_t": old_log_prob_t,
-        "reference_log_prob_t": reference_log_prob_t,
-        "mask_t": mask_t,
-    }
-    same_shape(0, log_prob_t=log_prob_t, **{name: given for name, given in of_tokens.items() if given is not None})
-    mask_t = None if mask_t is None else mask_t.bool()
+    others = {"old_log_prob_t": old_log_prob_t, "reference_log_prob_t": reference_log_prob_t}
+    floating_alike(0, log_prob_t=log_prob_t, **{name: given for name, given in others.items() if given is not None})
+    if mask_t is not None:
+        floating_alike(log_prob_t=log_prob_t, mask_t=promoted(mask_t, log_prob_t))
+        mask_t = mask_t.bool()
     log_prob = _unpadded(log_prob_t, mask_t)
     old = None if old_log_prob_t is None else _unpadded(old_log_prob_t, mask_t)
     advantages = stop_gradient(wide(adv), ADVANTAGE).unsqueeze(-1)
@@ -225,7 +227,8 @@ def off_policy_pg_loss(
         >>> torch.autograd.grad(loss, log_prob)
         (tensor([-3.]),)
     """
-    same_shape(log_prob_t=log_prob_t, behaviour_log_prob_t=behaviour_log_prob_t, adv_t=adv_t)
+    adv_t = promoted(adv_t, log_prob_t)
+    floating_alike(log_prob_t=log_prob_t, behaviour_log_prob_t=behaviour_log_prob_t, adv_t=adv_t)
     rho = (log_prob_t - behaviour_log_prob_t).exp()
     if clip_rho is not None:
         rho = bounded(rho, most=number("clip_rho", clip_rho, above=0))
@@ -265,7 +268,7 @@ def kl_penalty(log_prob_t: Tensor, reference_log_prob_t: Tensor, kind: Estimator
         tensor([0.1065])
     """
     choice("kind", kind, ("k1", "k2", "k3"))
-    same_shape(log_prob_t=log_prob_t, reference_log_prob_t=reference_log_prob_t)
+    floating_alike(log_prob_t=log_prob_t, reference_log_prob_t=reference_log_prob_t)
     x = stop_gradient(reference_log_prob_t, REFERENCE_POLICY) - log_prob_t
     if kind == "k1":
         return -x
@@ -297,7 +300,7 @@ def reverse_kl_loss(log_prob_t: Tensor, reference_log_prob_t: Tensor) -> Tensor:
         >>> torch.autograd.grad(reverse_kl_loss(log_prob, torch.tensor([-1.5])), log_prob)
         (tensor([0.5000]),)
     """
-    same_shape(log_prob_t=log_prob_t, reference_log_prob_t=reference_log_prob_t)
+    floating_alike(log_prob_t=log_prob_t, reference_log_prob_t=reference_log_prob_t)
     return (stop_gradient(log_prob_t - reference_log_prob_t, LOG_RATIO) * log_prob_t).mean()
 
 

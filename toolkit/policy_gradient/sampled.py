@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import number
-from toolkit._tensors import same_shape
+from toolkit._tensors import floating, floating_alike, in_range, promoted, same_shape
 from toolkit.blocks import block, stop_gradient
 from toolkit.policy_gradient._shapes import actions_of
 
@@ -65,11 +65,14 @@ def policy_gradient_loss(logits_t: Tensor, a_t: Tensor, adv_t: Tensor, w_t: Tens
         tensor(0.2895, grad_fn=<MeanBackward0>)
     """
     actions_of(logits_t, a_t)
+    adv_t = promoted(adv_t, logits_t)
+    floating(adv_t=adv_t)
+    same_shape(a_t=a_t, adv_t=adv_t)
     weights, surprise = stop_gradient(adv_t, ADVANTAGE), _surprise(logits_t, a_t)
-    if w_t is None:
-        same_shape(a_t=a_t, adv_t=adv_t)
-    else:
-        same_shape(a_t=a_t, adv_t=adv_t, w_t=w_t)
+    if w_t is not None:
+        w_t = promoted(w_t, logits_t)
+        floating(w_t=w_t)
+        same_shape(a_t=a_t, w_t=w_t)
         weights = weights * w_t
         surprise = surprise.masked_fill((w_t == 0) & surprise.isinf(), 0.0)  # padding may name an illegal action
     return (surprise * weights).mean()
@@ -110,6 +113,8 @@ def actor_critic_loss(logits_t: Tensor, a_t: Tensor, v_t: Tensor, g_t: Tensor, *
     """
     critic_weight = number("critic_weight", critic_weight, above=0)
     actions_of(logits_t, a_t)
+    g_t = promoted(g_t, logits_t)
+    floating(v_t=v_t, g_t=g_t)
     same_shape(a_t=a_t, v_t=v_t, g_t=g_t)
     advantages = stop_gradient(g_t, VALUE_TARGET) - v_t
     actor = _surprise(logits_t, a_t) * stop_gradient(advantages, ADVANTAGE)
@@ -142,7 +147,8 @@ def gaussian_log_prob(a_t: Tensor, mean_t: Tensor, log_std_t: Tensor) -> Tensor:
         >>> gaussian_log_prob(torch.tensor([1.0]), torch.zeros(1), torch.zeros(1))
         tensor(-1.4189)
     """
-    same_shape(mean_t=mean_t, a_t=a_t, log_std_t=log_std_t)
+    a_t = promoted(a_t, mean_t)
+    floating_alike(mean_t=mean_t, a_t=a_t, log_std_t=log_std_t)
     z = (stop_gradient(a_t, ACTION) - mean_t) * (-log_std_t).exp()
     return (-0.5 * z.square() - log_std_t - 0.5 * math.log(2 * math.pi)).sum(-1)
 
@@ -152,4 +158,8 @@ def _surprise(logits_t: Tensor, a_t: Tensor) -> Tensor:
     if a_t.dim() > 1:
         return _surprise(logits_t.flatten(0, -2), a_t.flatten()).reshape(a_t.shape)
     labels = a_t if a_t.dtype == torch.int64 else a_t.long()
-    return torch.nn.functional.cross_entropy(logits_t, labels, reduction="none", ignore_index=_NO_ACTION)
+    try:
+        return torch.nn.functional.cross_entropy(logits_t, labels, reduction="none", ignore_index=_NO_ACTION)
+    except (IndexError, RuntimeError):
+        in_range("a_t", labels, logits_t.shape[-1])
+        raise

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit._checks import choice, number
 from toolkit._random import own_generator
-from toolkit._tensors import floating, same_shape
+from toolkit._tensors import floating_alike, promoted
 from toolkit.blocks import block, stop_gradient
 from toolkit.policy_gradient._shapes import scalar
 
@@ -70,7 +70,7 @@ def sac_actor_loss(log_alpha: Tensor, log_prob_t: Tensor, q_t: Tensor) -> Tensor
         tensor(-2.5000)
     """
     scalar("log_alpha", log_alpha)
-    same_shape(log_prob_t=log_prob_t, q_t=q_t)
+    floating_alike(log_prob_t=log_prob_t, q_t=q_t)
     return (stop_gradient(log_alpha.exp(), TEMPERATURE) * log_prob_t - q_t).mean()
 
 
@@ -106,8 +106,8 @@ def sac_critic_loss(
         tensor(1.1250)
     """
     scalar("log_alpha", log_alpha)
-    floating(discount_t=discount_t)  # a flag of the end would be its opposite
-    same_shape(q_tm1=q_tm1, r_t=r_t, discount_t=discount_t, q_t=q_t, log_prob_t=log_prob_t)
+    r_t = promoted(r_t, q_tm1)
+    floating_alike(q_tm1=q_tm1, r_t=r_t, discount_t=discount_t, q_t=q_t, log_prob_t=log_prob_t)
     targets = stop_gradient(r_t + discount_t * (q_t - log_alpha.exp() * log_prob_t), SOFT_TARGET)
     return 0.5 * (q_tm1 - targets).square().mean()
 
@@ -147,7 +147,7 @@ def sac_temperature_loss(
     """
     choice("multiplier", multiplier, ("alpha", "log_alpha"))
     scalar("log_alpha", log_alpha)
-    same_shape(log_prob_t=log_prob_t)
+    floating_alike(log_prob_t=log_prob_t)
     entropy = number("target_entropy", target_entropy)
     factor = log_alpha.exp() if multiplier == "alpha" else log_alpha
     return -(factor * stop_gradient(log_prob_t + entropy, ENTROPY_GAP)).mean()
@@ -180,7 +180,7 @@ def squashed_gaussian_sample(
         >>> action, log_prob > 50
         (tensor([1.]), tensor(True))
     """
-    same_shape(mean_t=mean_t, log_std_t=log_std_t)
+    floating_alike(mean_t=mean_t, log_std_t=log_std_t)
     source = own_generator(generator)
     z = torch.randn(mean_t.shape, generator=source, dtype=mean_t.dtype, device=source.device).to(mean_t.device)
     u = mean_t + log_std_t.exp() * z

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit._checks import broadcasts, number
 from toolkit._recursion import discounted_sums
-from toolkit._tensors import bounded, common_dtype, floating, same_shape, wide
+from toolkit._tensors import bounded, common_dtype, floating, floating_alike, promoted, wide
 from toolkit.blocks import block, stop_recording
 from toolkit.policy_gradient.sampled import ADVANTAGE, VALUE_TARGET
 
@@ -156,8 +156,8 @@ def vtrace(
         >>> vtrace(0 * one, 0 * one, one, 0.5 * one, torch.tensor([0.5, 3.0]))
         tensor([0.7500, 1.0000])
     """
-    floating(discount_t=discount_t)
-    same_shape(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
+    r_t = promoted(r_t, v_tm1)
+    floating_alike(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     lambda_ = _lambda(lambda_, r_t)
     dtype = common_dtype(v_tm1, v_t, r_t, discount_t, rho_tm1)
     v_tm1, v_t, r_t, discount_t, rho_tm1 = map(wide, (v_tm1, v_t, r_t, discount_t, rho_tm1))
@@ -202,8 +202,8 @@ def vtrace_td_error_and_advantage(
         >>> vtrace_td_error_and_advantage(0 * one, 0 * one, one, 0.5 * one, torch.tensor([0.5, 3.0])).pg_advantage
         tensor([0.7500, 1.0000])
     """
-    floating(discount_t=discount_t)
-    same_shape(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
+    r_t = promoted(r_t, v_tm1)
+    floating_alike(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     clip_pg = number("clip_pg_rho_threshold", clip_pg_rho_threshold, above=0, infinite=True)
     lambda_ = _lambda(lambda_, r_t)
     dtype = common_dtype(v_tm1, v_t, r_t, discount_t, rho_tm1)
@@ -218,12 +218,13 @@ def vtrace_td_error_and_advantage(
 
 
 def _checked(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: Tensor) -> float | Tensor:
-    floating(discount_t=discount_t)  # a flag of the end would be its opposite
-    same_shape(r_t=r_t, discount_t=discount_t)
+    floating_alike(r_t=promoted(r_t, discount_t), discount_t=discount_t)
+    floating(values=values)
     expected = (*r_t.shape[:-1], r_t.shape[-1] + 1) if r_t.dim() else None
-    if not isinstance(values, Tensor) or values.shape != expected:
-        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"`values` should have shape {expected}, one time more than `r_t`. Found {found}.")
+    if values.shape != expected:
+        raise ValueError(
+            f"`values` should have shape {expected}, one time more than `r_t`. Found {tuple(values.shape)}."
+        )
     return _lambda(lambda_, r_t)
 
 
@@ -233,6 +234,7 @@ def _lambda(lambda_: float | Tensor, r_t: Tensor) -> float | Tensor:
         raise ValueError(f"`r_t` should have at least one time. Found shape {tuple(r_t.shape)}.")
     if not isinstance(lambda_, Tensor) or lambda_.dim() == 0:
         return number("lambda_", lambda_, least=0, most=1)
+    floating(lambda_=lambda_)
     if not broadcasts(lambda_.shape, r_t.shape):
         raise ValueError(
             f"`lambda_` should broadcast to the shape {tuple(r_t.shape)} of `r_t`. Found {tuple(lambda_.shape)}."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
-from toolkit._tensors import exact_products, floating, integers, shape_of, wide
+from toolkit._tensors import exact_products, floating, in_range, integers, shape_of, wide
 from toolkit.blocks import block, constants, no_graph, stop_gradient, stop_recording
 
 __all__ = [
@@ -119,8 +119,8 @@ def averaged_codebook(
         raise ValueError(f"`codebook` should be of float32 or float64 to be averaged. Found {codebook.dtype}.")
     with stop_recording(AVERAGES):
         rows = z.reshape(-1, z.shape[-1]).to(codebook.dtype)
-        sums = torch.zeros_like(codebook).index_add(0, indices.reshape(-1), rows)
         n = _counted(indices, counts)
+        sums = torch.zeros_like(codebook).index_add(0, indices.reshape(-1).long(), rows)
         averaged = decay * counts + (1 - decay) * n
         rate = (1 - decay) / averaged.clamp(min=torch.finfo(counts.dtype).tiny)
         return codebook + rate[:, None] * (sums - n[:, None] * codebook), averaged
@@ -225,10 +225,9 @@ def codebook_perplexity(indices: Tensor, codebook_size: int) -> Tensor:
     """
     size = integer("codebook_size", codebook_size)
     integers(indices=indices)
-    chosen = indices.reshape(-1)
     # Counted in integers: float32 stops at 2^24.
-    counts = torch.zeros(size, dtype=torch.int64, device=chosen.device)
-    shares = counts.index_add(0, chosen, counts.new_ones(()).expand(len(chosen))) / len(chosen)
+    counts = torch.zeros(size, dtype=torch.int64, device=indices.device)
+    shares = _counted(indices, counts) / indices.numel()
     perplexity: Tensor = torch.special.entr(shares).sum().exp()
     return perplexity
 
@@ -254,7 +253,7 @@ def first_codes(codebook_size: int, dim: int, generator: torch.Generator | None)
 
 def _check_sizes(z: Tensor, codebook: Tensor) -> None:
     floating(codebook=codebook)
-    if codebook.ndim != 2 or len(codebook) == 0:
+    if codebook.ndim != 2 or codebook.numel() == 0:
         raise ValueError(f"`codebook` should have shape (K, D). Found {tuple(codebook.shape)}.")
     check_vectors(z, codebook.shape[1])
 
@@ -267,8 +266,12 @@ def _check_counts(counts: Tensor, codebook: Tensor) -> None:
 
 def _counted(indices: Tensor, counts: Tensor) -> Tensor:
     """Return n, how often each code was chosen, like `counts`."""
-    chosen = indices.reshape(-1)
-    return torch.zeros_like(counts).index_add(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
+    chosen = indices.reshape(-1).long()
+    try:
+        return torch.zeros_like(counts).index_add(0, chosen, counts.new_ones(()).expand(len(chosen)))
+    except (IndexError, RuntimeError):
+        in_range("indices", chosen, len(counts))
+        raise
 
 
 def _drawn(z: Tensor, number_of_rows: int, generator: torch.Generator | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
-from toolkit._tensors import bounded, floating, shape_of, wide
+from toolkit._tensors import bounded, floating, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["ONE_HOT", "ROUND", "SIGN", "TOP_K", "gumbel_softmax", "one_hot_ste", "round_ste", "sign_ste", "top_k_ste"]
@@ -46,7 +46,7 @@ def round_ste(x: Tensor) -> Tensor:
         x: Of any shape.
 
     Raises:
-        ValueError: If `x` is not a tensor.
+        ValueError: If `x` is not a floating-point tensor.
 
     References:
         Bengio, Léonard and Courville, "Estimating or propagating gradients through stochastic neurons for conditional
@@ -58,7 +58,7 @@ def round_ste(x: Tensor) -> Tensor:
         >>> round_ste(x).tolist(), x.grad
         ([0.0, -2.0], tensor([1., 2.]))
     """
-    shape_of("x", x)
+    floating(x=x)
     return x + stop_gradient(x.round() - x, ROUND)
 
 
@@ -71,7 +71,7 @@ def sign_ste(x: Tensor) -> Tensor:
         x: Of any shape.
 
     Raises:
-        ValueError: If `x` is not a tensor.
+        ValueError: If `x` is not a floating-point tensor.
 
     References:
         Hubara, Courbariaux, Soudry, El-Yaniv and Bengio, "Binarized neural networks", 2016, section 1.3.
@@ -82,7 +82,7 @@ def sign_ste(x: Tensor) -> Tensor:
         >>> sign_ste(x).tolist(), x.grad
         ([1.0, -1.0], tensor([1., 0.]))
     """
-    shape_of("x", x)
+    floating(x=x)
     clipped = bounded(x, -1, 1)
     return clipped + stop_gradient(torch.where(x >= 0, 1.0, -1.0).to(x.dtype) - clipped, SIGN)
 
@@ -173,7 +173,6 @@ def gumbel_softmax(
     """
     temperature = number("temperature", temperature, above=0)
     dim = _checked(dim, logits=logits)
-    floating(logits=logits)
     noisy = wide(logits) + _gumbel_noise(wide(logits), generator)
     # Not the argmax of the relaxed draw: at a high temperature its entries are equal but for rounding.
     chosen = noisy.argmax(dim, keepdim=True)
@@ -183,8 +182,11 @@ def gumbel_softmax(
 def _checked(dim: int, **named: Tensor) -> int:
     """Return the number of a dimension of a tensor."""
     ((name, tensor),) = named.items()
-    ndim = len(shape_of(name, tensor))
-    return integer("dim", dim, -ndim, ndim - 1)
+    floating(**named)
+    dim = integer("dim", dim, -tensor.ndim, tensor.ndim - 1)
+    if not tensor.shape[dim]:
+        raise ValueError(f"`{name}` should have entries along `dim`. Found shape {tuple(tensor.shape)}.")
+    return dim
 
 
 def _one_hot(probabilities: Tensor, chosen: Tensor, dim: int) -> Tensor:

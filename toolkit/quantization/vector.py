@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit._checks import choice, integer, number
-from toolkit._tensors import common_dtype, floating, integers, same_shape, unit, wide
+from toolkit._tensors import common_dtype, floating_alike, in_range, integers, unit, wide
 from toolkit.blocks import block, no_graph, stop_gradient
 from toolkit.quantization.codebook import (
     averaged_codebook,
@@ -102,8 +102,7 @@ def straight_through(z: Tensor, codes: Tensor) -> Tensor:
         >>> z.grad, e.grad
         (tensor([0., 2.]), None)
     """
-    same_shape(z=z, codes=codes)
-    floating(z=z)
+    floating_alike(z=z, codes=codes)
     return stop_gradient(codes, STRAIGHT_THROUGH) + (z - stop_gradient(z, STRAIGHT_THROUGH))
 
 
@@ -136,8 +135,7 @@ def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
         >>> z.grad
         tensor([ 3., -2.])
     """
-    same_shape(z=z, codes=codes)
-    floating(z=z, codes=codes)
+    floating_alike(z=z, codes=codes)
     precise = wide(z)
     origin, ends = stop_gradient(precise, ROTATION), stop_gradient(wide(codes), ROTATION)
     return (ends + _rotated(precise - origin, origin, ends)).to(common_dtype(z, codes))
@@ -181,8 +179,7 @@ def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
         >>> codebook_loss(torch.tensor([0.4, 1.2]), torch.tensor([0.0, 1.0]))
         tensor(0.1000)
     """
-    same_shape(z=z, codes=codes)
-    floating(z=z, codes=codes)
+    floating_alike(z=z, codes=codes)
     return functional.mse_loss(codes, stop_gradient(z, CODEBOOK_TARGETS))
 
 
@@ -207,8 +204,7 @@ def commitment_loss(z: Tensor, codes: Tensor) -> Tensor:
         >>> commitment_loss(torch.tensor([0.4, 1.2]), torch.tensor([0.0, 1.0]))
         tensor(0.1000)
     """
-    same_shape(z=z, codes=codes)
-    floating(z=z, codes=codes)
+    floating_alike(z=z, codes=codes)
     return functional.mse_loss(z, stop_gradient(codes, COMMITMENT_TARGETS))
 
 
@@ -300,7 +296,11 @@ class VectorQuantizer(nn.Module):
     def codes_of(self, indices: Tensor) -> Tensor:
         """Return the codes (..., D) with these indices (...)."""
         integers(indices=indices)
-        return functional.embedding(indices, self._directions(self.codebook))
+        try:
+            return functional.embedding(indices.long(), self._directions(self.codebook))
+        except (IndexError, RuntimeError):
+            in_range("indices", indices, self.codebook_size)
+            raise
 
     def start(self, z: Tensor, *, steps: int = 10, generator: torch.Generator | None = None) -> None:
         """Set the codebook to the k-means of vectors, as `kmeans_codebook`.

@@ -11,15 +11,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from toolkit._tensors import tensors
+from toolkit._tensors import floating, floating_alike
 
-__all__ = ["cross_view_entropy", "nats", "views"]
+__all__ = ["cross_view_entropy", "logits_alike", "nats", "views"]
+
+
+def logits_alike(**tensors: Tensor) -> None:
+    r"""Raise a ValueError unless all of the tensors have one shape (\*, K) with at least one class."""
+    floating_alike(1, **tensors)
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] == 0:
+            raise ValueError(f"`{name}` should have at least one class. Found shape {tuple(tensor.shape)}.")
 
 
 def views(name: str, value: Tensor, shape: torch.Size | None = None, most: int | None = None) -> None:
     r"""Raise a ValueError unless a tensor is (V, \*, K): all views of one `shape`, and at most `most` of them."""
-    tensors(**{name: value})
-    if value.ndim < 3 or (shape is not None and value.shape[1:] != shape):
+    floating(**{name: value})
+    if value.ndim < 3 or value.shape[-1] == 0 or (shape is not None and value.shape[1:] != shape):
         expected = "(views, samples, outputs)" if shape is None else f"(views, {', '.join(map(str, shape))})"
         raise ValueError(f"`{name}` should have shape {expected}. Found {tuple(value.shape)}.")
     if len(value) < (2 if most is None else 1) or (most is not None and len(value) > most):

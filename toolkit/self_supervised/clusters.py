@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer, number
-from toolkit._tensors import exact_products, tensors, wide
+from toolkit._tensors import exact_products, floating, wide
 from toolkit.blocks import block, stop_gradient
 from toolkit.self_supervised._tensors import cross_view_entropy, views
 
@@ -224,7 +224,7 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3) -> T
     """
     epsilon = number("epsilon", epsilon, above=0)
     iterations = integer("iterations", iterations)
-    tensors(scores=scores)
+    floating(scores=scores)
     if scores.ndim < 2 or 0 in scores.shape[-2:]:
         raise ValueError(f"`scores` should have shape (samples, prototypes), not empty. Found {tuple(scores.shape)}.")
     scores = wide(scores)
@@ -294,6 +294,6 @@ def swav_loss(
 
 
 def _check_center(center: Tensor, outputs: Tensor) -> None:
-    tensors(center=center, teacher=outputs)
+    floating(center=center, teacher=outputs)
     if center.shape != outputs.shape[-1:]:
         raise ValueError(f"`center` should have shape {tuple(outputs.shape[-1:])}. Found {tuple(center.shape)}.")

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
-from toolkit._tensors import exact_products, same_shape, tensors, wide
+from toolkit._tensors import exact_products, floating, floating_alike, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["MOCO_KEY", "MOCO_QUEUE", "KeyQueue", "enqueue", "moco_loss"]
@@ -59,7 +59,7 @@ def moco_loss(q: Tensor, k: Tensor, queue: Tensor, *, temperature: float = 0.07)
         tensor(0.1429)
     """
     temperature = number("temperature", temperature, above=0)
-    same_shape(2, q=q, k=k)
+    floating_alike(2, q=q, k=k)
     _check_queue(queue, q.shape[-1])
     scaled = wide(q) / temperature
     positive = (scaled * wide(stop_gradient(k, MOCO_KEY))).sum(-1)
@@ -93,7 +93,7 @@ def enqueue(queue: Tensor, keys: Tensor) -> Tensor:
         >>> enqueue(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[4.0]])).T
         tensor([[2., 3., 4.]])
     """
-    tensors(keys=keys)
+    floating(keys=keys)
     if keys.ndim != 2:
         raise ValueError(f"`keys` should have shape (samples, features). Found {tuple(keys.shape)}.")
     _check_queue(queue, keys.shape[1])
@@ -153,6 +153,6 @@ class KeyQueue(nn.Module):
 
 
 def _check_queue(queue: Tensor, n_features: int) -> None:
-    tensors(queue=queue)
+    floating(queue=queue)
     if queue.ndim != 2 or len(queue) == 0 or queue.shape[1] != n_features:
         raise ValueError(f"`queue` should have shape (keys, {n_features}). Found {tuple(queue.shape)}.")

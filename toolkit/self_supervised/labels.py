@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from toolkit._checks import number
-from toolkit._tensors import floating, same_shape, wide
+from toolkit._tensors import wide
 from toolkit.blocks import block, stop_gradient
-from toolkit.self_supervised._tensors import nats
+from toolkit.self_supervised._tensors import logits_alike, nats
 
 __all__ = [
     "HARD_LABEL",
@@ -61,8 +61,7 @@ def mean_teacher_loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         >>> mean_teacher_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([[20.0, 0.0]]))
         tensor(0.2500)
     """
-    same_shape(1, student_logits=student_logits, teacher_logits=teacher_logits)
-    floating(student_logits=student_logits, teacher_logits=teacher_logits)
+    logits_alike(student_logits=student_logits, teacher_logits=teacher_logits)
     target = wide(stop_gradient(teacher_logits, MEAN_TEACHER_TARGET)).softmax(-1)
     return mse_loss(wide(student_logits).softmax(-1), target)
 
@@ -97,8 +96,7 @@ def fixmatch_loss(strong: Tensor, weak: Tensor, *, threshold: float = 0.95) -> T
         tensor(0.3466)
     """
     threshold = number("threshold", threshold, least=0, most=1)
-    same_shape(1, strong=strong, weak=weak)
-    floating(strong=strong, weak=weak)
+    logits_alike(strong=strong, weak=weak)
     confidence, label = wide(stop_gradient(weak, HARD_LABEL)).softmax(-1).max(-1, keepdim=True)
     each = -wide(strong).log_softmax(-1).gather(-1, label)
     return _of_the_sure(each, confidence, threshold)
@@ -136,8 +134,7 @@ def soft_label_loss(strong: Tensor, weak: Tensor, *, temperature: float = 1.0, t
     """
     temperature = number("temperature", temperature, above=0)
     threshold = number("threshold", threshold, least=0, most=1)
-    same_shape(1, strong=strong, weak=weak)
-    floating(strong=strong)
+    logits_alike(strong=strong, weak=weak)
     held = wide(stop_gradient(weak, SOFT_LABEL))
     each = nats((held / temperature).softmax(-1), wide(strong).log_softmax(-1))
     if threshold == 0:

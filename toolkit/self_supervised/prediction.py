@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, smooth_l1_loss
 
 from toolkit._checks import number
-from toolkit._tensors import same_shape, wide
+from toolkit._tensors import floating_alike, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -69,7 +69,7 @@ def negative_cosine_similarity(p: Tensor, z: Tensor) -> Tensor:
         >>> negative_cosine_similarity(p, z)
         tensor(-0.6000)
     """
-    same_shape(1, z=z, p=p)
+    floating_alike(1, z=z, p=p)
     return -_cosine(p, stop_gradient(z, SIMSIAM_TARGET)).mean()
 
 
@@ -100,8 +100,8 @@ def simsiam_loss(p1: Tensor, p2: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
         >>> simsiam_loss(p1, p2, z1, z2)
         tensor(-0.8000)
     """
-    same_shape(1, z2=z2, p1=p1)
-    same_shape(1, z1=z1, p2=p2)
+    floating_alike(1, z2=z2, p1=p1)
+    floating_alike(1, z1=z1, p2=p2)
     return (negative_cosine_similarity(p1, z2) + negative_cosine_similarity(p2, z1)) / 2
 
 
@@ -133,7 +133,7 @@ def byol_loss(prediction: Tensor, projection: Tensor) -> Tensor:
         >>> byol_loss(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
         tensor(0.8000)
     """
-    same_shape(1, projection=projection, prediction=prediction)
+    floating_alike(1, projection=projection, prediction=prediction)
     return 2 - 2 * _cosine(prediction, stop_gradient(projection, BYOL_TARGET)).mean()
 
 
@@ -169,10 +169,10 @@ def data2vec_loss(prediction: Tensor, layers: Sequence[Tensor] | Tensor, *, beta
         tensor(0.5000)
     """
     beta = number("beta", beta, least=0)
-    if len(layers) == 0:
+    if (isinstance(layers, Tensor) and layers.ndim == 0) or len(layers) == 0:
         raise ValueError("`layers` should be one layer or more. Found none.")
     for layer in layers:
-        same_shape(1, prediction=prediction, layers=layer)
+        floating_alike(1, prediction=prediction, layers=layer)
     stacked = torch.stack([wide(layer) for layer in layers])
     target = layer_norm(stop_gradient(stacked, DATA2VEC_TARGET), stacked.shape[-1:]).mean(0)
     return smooth_l1_loss(wide(prediction), target, beta=beta)

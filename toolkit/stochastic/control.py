@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from toolkit._random import own_generator
-from toolkit._tensors import same_shape
+from toolkit._tensors import floating, floating_alike, promoted
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -72,6 +72,7 @@ def relaxed_bernoulli(logits: Tensor, *, generator: torch.Generator | None = Non
         >>> bool((((z > 0) == b.bool()) & ((other > 0) == b.bool())).all())
         True
     """
+    floating(logits=logits)
     draws = own_generator(generator)
     noise, second = (_logistic(logits, draws) for _ in range(2))
     relaxed = logits + noise
@@ -113,7 +114,8 @@ def rebar_loss(log_prob: Tensor, cost: Tensor, relaxed: Tensor, conditional: Ten
         >>> logits.grad.shape
         torch.Size([2])
     """
-    same_shape(log_prob=log_prob, cost=cost, relaxed=relaxed, conditional=conditional)
+    cost = promoted(cost, log_prob)
+    floating_alike(log_prob=log_prob, cost=cost, relaxed=relaxed, conditional=conditional)
     signal = stop_gradient(cost - conditional, REBAR_SIGNAL)
     return (log_prob * signal + cost + relaxed - conditional).mean()
 
@@ -144,7 +146,8 @@ def straight_through(sample: Tensor, mean: Tensor) -> Tensor:
         >>> p.grad
         tensor([0., 2.])
     """
-    same_shape(sample=sample, mean=mean)
+    sample = promoted(sample, mean)
+    floating_alike(sample=sample, mean=mean)
     return sample + (mean - stop_gradient(mean, STRAIGHT_THROUGH))
 
 

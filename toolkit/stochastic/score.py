@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit._tensors import same_shape, wide
+from toolkit._tensors import floating, floating_alike, promoted, wide
 from toolkit.blocks import block, stop_gradient
 from toolkit.stochastic._others import of_the_others
 from toolkit.stochastic._shapes import fits, several
@@ -82,9 +82,12 @@ def score_function_loss(log_prob: Tensor, cost: Tensor, *, baseline: Tensor | No
         >>> theta.grad  # 1.5 (1 - sigmoid(theta))
         tensor(0.6383)
     """
-    same_shape(log_prob=log_prob, cost=cost)
+    cost = promoted(cost, log_prob)
+    floating_alike(log_prob=log_prob, cost=cost)
     signal = stop_gradient(cost, SCORE_COST)
     if baseline is not None:
+        baseline = promoted(baseline, cost)
+        floating(baseline=baseline)
         fits("baseline", baseline, "cost", cost)
         signal = signal - stop_gradient(baseline, BASELINE)
     return (log_prob * signal + cost).mean()
@@ -111,9 +114,11 @@ def leave_one_out(costs: Tensor) -> Tensor:
         >>> leave_one_out(torch.tensor([1.0, 2.0, 6.0]))
         tensor([4.0000, 3.5000, 1.5000])
     """
+    costs = promoted(costs)
+    floating(costs=costs)
     several("costs", costs, 2)
     means = of_the_others(wide(costs), torch.cumsum, 0.0, torch.add) / (len(costs) - 1)
-    return means.to(costs.dtype) if costs.is_floating_point() else means
+    return means.to(costs.dtype)
 
 
 def enumerated_loss(log_probs: Tensor, losses: Tensor) -> Tensor:
@@ -143,7 +148,8 @@ def enumerated_loss(log_probs: Tensor, losses: Tensor) -> Tensor:
         >>> theta.grad
         tensor([ 0.2982,  0.0547, -0.3529])
     """
-    same_shape(log_probs=log_probs, losses=losses)
+    losses = promoted(losses, log_probs)
+    floating_alike(log_probs=log_probs, losses=losses)
     weights = stop_gradient(log_probs.exp(), SAMPLING_WEIGHTS)
     return (weights * losses.masked_fill(weights == 0, 0.0)).sum(-1).mean()
 
@@ -171,6 +177,7 @@ def magic_box(log_prob: Tensor) -> Tensor:
         >>> torch.autograd.grad(slope, theta)  # d2 exp(theta^2) / exp(theta^2) = 4 theta^2 + 2
         (tensor(3.),)
     """
+    floating(log_prob=log_prob)
     possible = log_prob.masked_fill(log_prob.isneginf(), 0.0)
     return (possible - stop_gradient(possible, MAGIC_BOX)).exp()
 
@@ -205,10 +212,12 @@ def dice_loss(log_probs: Tensor, costs: Tensor, *, baselines: Tensor | None = No
         >>> loss.item(), theta.grad  # (1 - sigmoid(theta)) times the costs from each draw on
         (3.0, tensor([1.2767, 1.0997]))
     """
-    same_shape(costs=costs, log_probs=log_probs)
+    costs = promoted(costs, log_probs)
+    floating_alike(costs=costs, log_probs=log_probs)
     several("log_probs", log_probs)
     total = (magic_box(log_probs.cumsum(0)) * costs).sum(0)
     if baselines is not None:
-        same_shape(costs=costs, baselines=baselines)
+        baselines = promoted(baselines, log_probs)
+        floating_alike(costs=costs, baselines=baselines)
         total = total + ((1 - magic_box(log_probs)) * baselines).sum(0)
     return total.mean()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit._tensors import floating, integers
+from toolkit._tensors import floating, in_range, integers
 
-__all__ = ["bootstrapped", "chosen", "expected", "floating", "of_actions", "of_shape", "same_shape"]
+__all__ = ["bootstrapped", "chosen", "expected", "floating", "of_actions", "of_shape"]
 
 
 def of_shape(shape: torch.Size, whose: str, **tensors: Tensor) -> None:
@@ -18,13 +18,6 @@ def of_shape(shape: torch.Size, whose: str, **tensors: Tensor) -> None:
             raise ValueError(f"`{name}` should have the shape {whose}, {tuple(shape)}. Found {tuple(tensor.shape)}.")
 
 
-def same_shape(**tensors: Tensor) -> None:
-    """Raise a ValueError unless all of the tensors are floating-point and have the shape of the first."""
-    first = next(iter(tensors))
-    floating(**{first: tensors[first]})
-    of_shape(tensors[first].shape, f"of `{first}`", **tensors)
-
-
 def of_actions(shape: torch.Size, whose: str, **actions: Tensor) -> None:
     """Raise a ValueError unless the actions are integers and have this shape."""
     integers(**actions)
@@ -33,14 +26,22 @@ def of_actions(shape: torch.Size, whose: str, **actions: Tensor) -> None:
             raise ValueError(f"`{name}` should have the shape {whose}, {tuple(shape)}. Found {tuple(action.shape)}.")
 
 
-def chosen(values: Tensor, actions: Tensor, dim: int = -1) -> Tensor:
-    """Return the values of the actions: (*, A, ...) and (*) to (*, ...), with A at `dim`."""
+def chosen(values: Tensor, actions: Tensor, dim: int = -1, name: str = "a_tm1") -> Tensor:
+    """Return the values of the actions: (*, A, ...) and (*) to (*, ...), with A at `dim`.
+
+    Raises:
+        ValueError: If an action is out of range, with the `name` of the actions.
+    """
     index = actions.long()
-    if dim == -1 and values.ndim == actions.ndim + 1:
-        return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    shape = list(values.shape)
-    shape[dim] = 1
-    return values.gather(dim, index[..., None, None].expand(shape)).squeeze(dim)
+    try:
+        if dim == -1 and values.ndim == actions.ndim + 1:
+            return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        shape = list(values.shape)
+        shape[dim] = 1
+        return values.gather(dim, index[..., None, None].expand(shape)).squeeze(dim)
+    except (IndexError, RuntimeError):
+        in_range(name, index, values.shape[dim])
+        raise
 
 
 def bootstrapped(r_t: Tensor, discount_t: Tensor, value: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toolkit._tensors import floating_alike
 from toolkit.blocks import block, stop_gradient
-from toolkit.value_learning._arguments import same_shape
 
 __all__ = [
     "ESTIMATED_ERROR",
@@ -140,9 +140,9 @@ def error_estimate_loss(
 def _weighted_error(
     v_tm1: Tensor, r_t: Tensor, discount_t: Tensor, v_t: Tensor, h_tm1: Tensor, rho_tm1: Tensor | None
 ) -> Tensor:
-    same_shape(v_tm1=v_tm1, r_t=r_t, discount_t=discount_t, v_t=v_t, h_tm1=h_tm1)
+    floating_alike(v_tm1=v_tm1, r_t=r_t, discount_t=discount_t, v_t=v_t, h_tm1=h_tm1)
     error = torch.addcmul(r_t, discount_t, v_t) - v_tm1
     if rho_tm1 is None:
         return error
-    same_shape(v_tm1=v_tm1, rho_tm1=rho_tm1)
+    floating_alike(v_tm1=v_tm1, rho_tm1=rho_tm1)
     return rho_tm1 * error

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._recursion import discounted_sums
-from toolkit._tensors import common_dtype, wide
+from toolkit._tensors import common_dtype, floating_alike, wide
 from toolkit.blocks import block, stop_gradient
-from toolkit.value_learning._arguments import of_shape, same_shape
+from toolkit.value_learning._arguments import of_shape
 
 __all__ = ["LAMBDA_RETURNS", "N_STEP_RETURNS", "lambda_returns", "n_step_bootstrapped_returns", "td_lambda"]
 
@@ -148,11 +148,11 @@ def td_lambda(v_tm1: Tensor, r_t: Tensor, discount_t: Tensor, v_t: Tensor, lambd
         >>> td_lambda(v[:-1], r, half, v[1:], 0.5)
         tensor([ 2.7500, -5.0000, -4.0000])
     """
-    same_shape(v_tm1=v_tm1, r_t=r_t)
+    floating_alike(v_tm1=v_tm1, r_t=r_t)
     return lambda_returns(r_t, discount_t, v_t, lambda_) - v_tm1
 
 
 def _check(r_t: Tensor, discount_t: Tensor, v_t: Tensor) -> None:
-    same_shape(r_t=r_t, discount_t=discount_t, v_t=v_t)
+    floating_alike(r_t=r_t, discount_t=discount_t, v_t=v_t)
     if r_t.ndim == 0 or r_t.shape[-1] == 0:
         raise ValueError(f"`r_t` should have a last dimension of time. Found shape {tuple(r_t.shape)}.")

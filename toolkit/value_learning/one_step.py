@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from toolkit._tensors import floating_alike
 from toolkit.blocks import block, stop_gradient
 from toolkit.value_learning._arguments import (
     bootstrapped,
@@ -26,7 +27,6 @@ from toolkit.value_learning._arguments import (
     floating,
     of_actions,
     of_shape,
-    same_shape,
 )
 
 __all__ = [
@@ -92,7 +92,7 @@ def td_learning(v_tm1: Tensor, r_t: Tensor, discount_t: Tensor, v_t: Tensor) -> 
         >>> torch.autograd.grad(0.5 * error.square(), v)
         (tensor([-1.5000,  0.0000]),)
     """
-    same_shape(v_tm1=v_tm1, r_t=r_t, discount_t=discount_t, v_t=v_t)
+    floating_alike(v_tm1=v_tm1, r_t=r_t, discount_t=discount_t, v_t=v_t)
     return stop_gradient(bootstrapped(r_t, discount_t, v_t), TD_TARGET) - v_tm1
 
 
@@ -127,7 +127,7 @@ def sarsa(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Te
     """
     _check(q_tm1, r_t, discount_t, q_t=q_t)
     of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1, a_t=a_t)
-    target = bootstrapped(r_t, discount_t, chosen(q_t, a_t))
+    target = bootstrapped(r_t, discount_t, chosen(q_t, a_t, name="a_t"))
     return stop_gradient(target, SARSA_TARGET) - chosen(q_tm1, a_tm1)
 
 

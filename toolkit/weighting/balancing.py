@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import number
-from toolkit._tensors import floating, tensors
+from toolkit._tensors import floating, floating_alike, promoted, tensors
 from toolkit.blocks import block, is_blocked, stop_gradient
 
 __all__ = [
@@ -122,6 +122,8 @@ def ratio_balanced_loss(losses: Losses) -> Tensor:
         tensor([4.0000, 1.6000])
     """
     stacked = torch.atleast_1d(_stacked(losses))
+    if not stacked.shape[-1]:
+        raise ValueError(f"`losses` should have at least one loss. Found shape {tuple(stacked.shape)}.")
     ratios = (stacked[..., :1] / _positive(stacked[..., 1:])).clamp(max=torch.finfo(stacked.dtype).max)
     total: Tensor = stacked[..., 0] + (stop_gradient(ratios, LOSS_RATIOS) * stacked[..., 1:]).sum(-1)
     return total
@@ -151,7 +153,7 @@ def uncertainty_loss(losses: Losses, log_variances: Tensor) -> Tensor:
         tensor(14.5000)
     """
     stacked = _stacked(losses)
-    tensors(log_variances=log_variances)
+    floating(log_variances=log_variances)
     if log_variances.shape not in (stacked.shape, stacked.shape[-1:]):
         raise ValueError(
             f"`log_variances` should have shape {tuple(stacked.shape[-1:])} or the shape of `losses`, "
@@ -223,7 +225,7 @@ def gradnorm_loss(
         tensor([ 2.0000, -0.5000])
     """
     alpha = number("alpha", alpha, least=0)
-    tensors(weights=weights, gradient_norms=gradient_norms)
+    floating(weights=weights, gradient_norms=gradient_norms)
     now, first = _stacked(losses), _stacked(initial_losses, "initial_losses")
     shapes = [tuple(each.shape) for each in (weights, gradient_norms, now, first)]
     if len(set(shapes)) > 1:
@@ -300,12 +302,8 @@ def importance_weighted_loss(losses: Tensor, log_weights: Tensor) -> Tensor:
         >>> importance_weighted_loss(torch.tensor([1.0, 5.0]), torch.tensor([3.0, 1.0]).log())
         tensor(2.)
     """
-    tensors(losses=losses)
-    floating(log_weights=log_weights)
-    if losses.shape != log_weights.shape:
-        raise ValueError(
-            f"`log_weights` should have the shape of `losses`, {tuple(losses.shape)}. Found {tuple(log_weights.shape)}."
-        )
+    losses = promoted(losses, log_weights)
+    floating_alike(losses=losses, log_weights=log_weights)
     empty = (log_weights == -torch.inf).all(-1, keepdim=True)
     weights = torch.softmax(log_weights.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
     held = stop_gradient(weights, IMPORTANCE_WEIGHTS)
@@ -342,13 +340,8 @@ def beta_nll_loss(input: Tensor, target: Tensor, var: Tensor, *, beta: float = 0
         tensor([2.3863])
     """
     beta, eps = number("beta", beta, least=0, most=1), number("eps", eps, above=0)
-    tensors(input=input, target=target)
-    floating(var=var)
-    if not input.shape == target.shape == var.shape:
-        raise ValueError(
-            "`input`, `target` and `var` should have the same shape. "
-            f"Found {tuple(input.shape)}, {tuple(target.shape)} and {tuple(var.shape)}."
-        )
+    target = promoted(target, input)
+    floating_alike(input=input, target=target, var=var)
     v = var.clamp(min=eps)
     return stop_gradient(v**beta, NLL_WEIGHTS) * 0.5 * (v.log() + (target - input).square() / v)
 
@@ -372,10 +365,10 @@ def _stacked(losses: Losses, name: str = "losses") -> Tensor:
         if len(set(shapes)) != 1:
             raise ValueError(f"`{name}` should be tensors of one shape. Found {shapes}.")
         losses = torch.stack(losses, -1)
+    floating(**{name: losses})
     return losses
 
 
 def _positive(losses: Tensor) -> Tensor:
     """Return divisors that are not 0; NaN for a negative loss, whose weight would turn its gradient around."""
-    floating(losses=losses)
     return torch.where(losses < 0, torch.nan, losses.clamp(min=torch.finfo(losses.dtype).tiny))

@@ -100,7 +100,7 @@ def circle_loss_of_similarities(positive: Tensor, negative: Tensor, *, m: float 
         >>> s.grad
         tensor([0.8163, 0.1174, 4.0037])
     """
-    tensors(positive=positive, negative=negative)
+    floating(positive=positive, negative=negative)
     if 0 in (positive.ndim, negative.ndim) or positive.shape[:-1] != negative.shape[:-1]:
         raise ValueError(
             "`positive` and `negative` should have the same leading dimensions. "

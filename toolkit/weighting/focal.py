@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit._checks import choice, number
-from toolkit._tensors import floating, integers, tensors, wide
+from toolkit._tensors import floating, floating_alike, in_range, integers, promoted, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["FOCAL_WEIGHT", "focal_loss", "held_focal_loss", "held_sigmoid_focal_loss", "sigmoid_focal_loss"]
@@ -174,12 +174,8 @@ def held_focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reductio
 
 def _sigmoid_parts(x: Tensor, targets: Tensor, alpha: float | None, gamma: float) -> tuple[Tensor, Tensor]:
     """Return the focal weights, and the cross entropies weighted by class."""
-    floating(inputs=x)
-    tensors(targets=targets)
-    if x.shape != targets.shape:
-        raise ValueError(
-            f"`targets` should have the shape of `inputs`, {tuple(x.shape)}. Found {tuple(targets.shape)}."
-        )
+    targets = promoted(targets, x)
+    floating_alike(inputs=x, targets=targets)
     x = wide(x)
     bound = torch.finfo(x.dtype).max
     x = x.clamp(-bound, bound)  # the logit of a sure decision may be infinite
@@ -198,7 +194,12 @@ def _softmax_parts(logits: Tensor, labels: Tensor, gamma: float) -> tuple[Tensor
     integers(labels=labels)
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(f"`labels` should have shape {tuple(logits.shape[:-1])}. Found {tuple(labels.shape)}.")
-    log_p = functional.log_softmax(wide(logits), -1).gather(-1, labels.long()[..., None]).squeeze(-1)
+    index = labels.long()
+    try:
+        log_p = functional.log_softmax(wide(logits), -1).gather(-1, index[..., None]).squeeze(-1)
+    except (IndexError, RuntimeError):
+        in_range("labels", index, logits.shape[-1])
+        raise
     return _weight(-torch.expm1(log_p), gamma), -log_p
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer, number
-from toolkit._tensors import floating, integers, shape_of, tensors, wide
+from toolkit._tensors import floating, integers, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -198,8 +198,7 @@ def ema_normalize(input: Tensor, scale: Tensor, *, decay: float) -> tuple[Tensor
         (tensor([ 0.2646, -0.5291,  1.0582,  0.0529]), tensor(1.8900))
     """
     decay = number("decay", decay, least=0, most=1)
-    floating(input=input)
-    tensors(scale=scale)
+    floating(input=input, scale=scale)
     if scale.ndim:
         raise ValueError(f"`scale` should have no dimensions. Found shape {tuple(scale.shape)}.")
     if input.numel() == 0:  # the mean of nothing, NaN, would stay in the scale
@@ -243,7 +242,7 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
     eps = number("eps", eps, above=0)
     floating(input=input)
     integers(permutation=permutation)
-    if input.ndim < 3 or permutation.shape != input.shape[:1] or math.prod(input.shape[2:]) < 2:
+    if input.ndim < 3 or permutation.shape != input.shape[:1] or math.prod(input.shape[2:]) < 2 or not input.numel():
         raise ValueError(
             "`input` and `permutation` should have shapes (N, C, ...) and (N,), with two entries in each channel. "
             f"Found {tuple(input.shape)} and {tuple(permutation.shape)}."
@@ -252,6 +251,7 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
     var, mean = torch.var_mean(x, tuple(range(2, x.ndim)), keepdim=True)
     mean, std = stop_gradient((mean, (var + eps).sqrt()), STYLE)
     if isinstance(mixing, Tensor):
+        floating(mixing=mixing)
         if mixing.numel() not in (1, len(input)):
             raise ValueError(f"`mixing` should have shape ({len(input)},). Found {tuple(mixing.shape)}.")
         own: Tensor | float = mixing.view(-1, *[1] * (input.ndim - 1))
@@ -264,8 +264,8 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
 def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the mean and the deviation of each channel, (C,)."""
     floating(input=x)
-    if x.ndim < 2 or x.shape[0] == 0:
-        raise ValueError(f"`input` should have shape (N, C, ...) with N > 0. Found {tuple(x.shape)}.")
+    if x.ndim < 2 or x.numel() == 0:
+        raise ValueError(f"`input` should have shape (N, C, ...), not empty. Found {tuple(x.shape)}.")
     eps = number("eps", eps, above=0)
     var, mean = torch.var_mean(wide(x), (0, *range(2, x.ndim)), correction=0)
     return mean, (var + eps).sqrt()
@@ -276,8 +276,9 @@ def _corrections(
 ) -> tuple[Tensor, Tensor]:
     """Return scale and shift of each channel, (C,)."""
     rmax, dmax = number("rmax", rmax, least=1), number("dmax", dmax, least=0)
+    floating(running_mean=running_mean, running_std=running_std)
     for name, running in (("running_mean", running_mean), ("running_std", running_std)):
-        if shape_of(name, running) != mean.shape:
+        if running.shape != mean.shape:
             raise ValueError(
                 f"`{name}` should have one value for each of the {len(mean)} channels. Found {tuple(running.shape)}."
             )

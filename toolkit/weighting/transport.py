@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit._tensors import floating, largest_exponent, shape_of, wide
+from toolkit._tensors import floating, largest_exponent, wide
 from toolkit.blocks import block, stop_recording
 
 __all__ = ["POTENTIALS", "sinkhorn_loss", "sinkhorn_potentials"]
@@ -124,7 +124,9 @@ def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -
         raise ValueError(f"`cost` should have shape (..., N, M) with N, M > 0. Found {tuple(cost.shape)}.")
     cost, found = wide(cost), []
     for name, weights, n in (("a", a, cost.shape[-2]), ("b", b, cost.shape[-1])):
-        if weights is not None and shape_of(name, weights)[-1:] != (n,):
+        if weights is not None:
+            floating(**{name: weights})
+        if weights is not None and weights.shape[-1:] != (n,):
             raise ValueError(f"`{name}` should have {n} entries, as `cost` has. Found {tuple(weights.shape)}.")
         found.append(cost.new_full((n,), 1 / n) if weights is None else wide(weights))
     leading = [tuple(each.shape) for each in (cost[..., 0, 0], found[0][..., 0], found[1][..., 0])]
