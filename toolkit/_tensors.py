@@ -16,6 +16,7 @@ __all__ = [
     "HALF",
     "INTEGERS",
     "autocasts",
+    "averaged",
     "bounded",
     "common_dtype",
     "exact_products",
@@ -57,6 +58,13 @@ def bounded(input: Tensor, least: float = -math.inf, most: float = math.inf) -> 
     """Return ``input.clamp(least, most)`` with the gradient 1 at the bounds, where that of torch is 0 since 2.14."""
     input = input if least == -math.inf else input.masked_fill(input < least, least)
     return input if most == math.inf else input.masked_fill(input > most, most)
+
+
+def averaged(old: Tensor, new: Tensor, share: float) -> Tensor:
+    """Return ``(1 - share) old + share new``, for 0 and 1 a copy; unlike `lerp`'s, an infinite number of both stays."""
+    if share in (0, 1):
+        return (new if share else old).clone()
+    return torch.add((1 - share) * old, new, alpha=share)
 
 
 def exponential_remainder(input: Tensor) -> Tensor:

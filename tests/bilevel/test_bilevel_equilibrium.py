@@ -326,3 +326,12 @@ def test_the_second_derivative_of_torchdeq_is_wrong_and_ours_right():
     theirs = _directional(lambda p: _torchdeq(p, ift=True), p, 1)[0]
     torch.testing.assert_close(_directional(_implicit, p, 1)[0], right)
     assert (theirs - right).norm() > 0.5 * right.norm()
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_the_gradient_is_linear_in_cotangents_far_from_one(size):
+    """The squares of these are 0 or infinite in float32."""
+    a = torch.tensor([0.5, 0.2, 0.1], requires_grad=True)
+    value = equilibrium(lambda z, a: a * z + 1, torch.zeros(1, 3), a).value
+    (found,) = torch.autograd.grad(value, a, size * torch.ones_like(value))
+    torch.testing.assert_close(found / size, 1 / (1 - a.detach()).square(), rtol=1e-4, atol=0)

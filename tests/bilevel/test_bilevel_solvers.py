@@ -161,6 +161,18 @@ def test_iterates_of_conjugate_gradients_are_those_of_scipy():
     torch.testing.assert_close(found.value, torch.from_numpy(expected))
 
 
+FAR_FROM_ONE = [(torch.float16, 1e-4), (torch.float32, 1e-25), (torch.float32, 1e25), (torch.float64, 1e-200)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), FAR_FROM_ONE)
+def test_the_size_of_a_right_side_does_not_matter(dtype, size):
+    """Squares of the entries are 0 or infinite in their type."""
+    diagonal, b = torch.tensor([1.0, 2.0, 4.0], dtype=dtype), torch.tensor([1.0, 2.0, 3.0], dtype=dtype) * size
+    found = conjugate_gradient(lambda x: diagonal * x, b)
+    assert found.converged
+    torch.testing.assert_close(found.value / b, 1 / diagonal, rtol=2 * torch.finfo(dtype).eps ** (2 / 3), atol=0)
+
+
 def test_conjugate_gradients_of_zero_are_zero():
     found = conjugate_gradient(lambda x: 2 * x, torch.zeros(3))
     assert found.converged

@@ -193,6 +193,14 @@ def test_random_truncation_with_probability_0_is_exact():
     assert _gradient(lambda p: _random(p, 0.0), _recurrent()) == pytest.approx(-0.0564165786, abs=1e-10)
 
 
+def test_a_state_that_is_impossible_stays_impossible():
+    state = torch.tensor([-torch.inf, 0.0], requires_grad=True)
+    generator = torch.Generator().manual_seed(0)
+    scan = partial(randomly_truncated_scan, lambda h, x: (h + x,) * 2, state, torch.ones(5, 2))
+    _, outputs = scan(probability=0.5, generator=generator)
+    assert outputs.tolist() == [[-torch.inf, t] for t in (1, 2, 3, 4, 5)]
+
+
 def test_a_state_that_is_a_tree_is_held_as_a_whole():
     """An LSTM of torch against its own run over pieces with both states detached."""
     torch.manual_seed(0)

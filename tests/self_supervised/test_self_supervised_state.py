@@ -72,6 +72,16 @@ def test_a_teacher_is_the_averaged_model_of_torch():
             torch.testing.assert_close(ours.module.state_dict()[name], value)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.7, 1.0])
+def test_a_mask_of_infinite_numbers_stays(momentum):
+    student = nn.Linear(2, 2)
+    student.register_buffer("mask", torch.triu(torch.full((3, 3), -torch.inf), 1))
+    teacher = EMATeacher(student, momentum=momentum)
+    teacher.update(student)
+    assert torch.equal(teacher.module.mask, student.mask)
+    assert torch.equal(ema({"m": student.mask}, {"m": student.mask}, momentum=momentum)["m"], student.mask)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 1.0])
 def test_ends_of_the_momentum_are_exact(momentum):
     student = network()

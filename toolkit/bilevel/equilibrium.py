@@ -28,6 +28,7 @@ from toolkit.bilevel.solvers import (
     Operator,
     Solved,
     fixed_point,
+    lengths,
     warn_unless_converged,
 )
 from toolkit.blocks import block, stop_recording
@@ -137,8 +138,7 @@ def _for_adjoint(solver: FixedPointSolver) -> LinearSolver:
     """Solve ``u - J^T u = b`` as a fixed point. Each sample is scaled, for tolerances are absolute where u is small."""
 
     def solve(operator: Operator, b: Tensor) -> Solved:
-        size = torch.linalg.vector_norm(b.flatten(1), dim=1).view(-1, *[1] * (b.dim() - 1))
-        scale = torch.where(size > 0, size, 1)
+        scale = lengths(b.flatten(1)).view(-1, *[1] * (b.dim() - 1))
         unit = b / scale
         found = solver(lambda u: u - operator(u) + unit, unit)
         return replace(found, value=found.value * scale)

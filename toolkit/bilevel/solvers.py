@@ -26,6 +26,7 @@ __all__ = [
     "Solved",
     "conjugate_gradient",
     "fixed_point",
+    "lengths",
     "neumann_series",
     "warn_unless_converged",
 ]
@@ -192,7 +193,9 @@ def conjugate_gradient(
     """
     tensors(b=b)
     max_steps = b.numel() + 10 if max_steps is None else integer("max_steps", max_steps)
-    limit = _tolerance(tolerance, b) * torch.linalg.vector_norm(b)
+    limit = _tolerance(tolerance, b)
+    scale = lengths(b.reshape(1, -1)).squeeze(0)
+    b = b / scale
     x, r, p = torch.zeros_like(b), b, b
     square, steps = _inner(r, r), 0
     while steps < max_steps and bool(square.sqrt() > limit):
@@ -204,7 +207,15 @@ def conjugate_gradient(
         square, last = _inner(r, r), square
         p = r + square / last * p
     residual = square.sqrt()
-    return Solved(x, residual, torch.tensor(steps, device=b.device), residual <= limit)
+    return Solved(scale * x, scale * residual, torch.tensor(steps, device=b.device), residual <= limit)
+
+
+def lengths(vectors: Tensor) -> Tensor:
+    """Return the norms (N,) of vectors (N, D), 1 of zeros; squares of entries far from 1 would be 0 or infinite."""
+    peaks = torch.cat([vectors.abs(), vectors.new_zeros(len(vectors), 1)], 1).amax(1)
+    peaks = torch.where((peaks > 0) & peaks.isfinite(), peaks, 1)
+    norms = torch.linalg.vector_norm(vectors / peaks[:, None], dim=1)
+    return peaks * torch.where(norms > 0, norms, 1)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:

@@ -181,6 +181,7 @@ def _scaled(state: State, factor: float) -> State:
 
     def scaled(still: Any, moving: Any) -> Any:
         differentiable = isinstance(moving, Tensor) and (moving.is_floating_point() or moving.is_complex())
-        return still + factor * (moving - still) if differentiable else moving
+        # The difference is 0, and NaN where the state is infinite, as the log-probability of an impossible state is.
+        return still + factor * (moving - still).nan_to_num(0) if differentiable else moving
 
     return tree_map(scaled, held, state)  # type: ignore[no-any-return]

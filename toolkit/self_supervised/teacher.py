@@ -9,11 +9,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from toolkit._checks import number
-from toolkit._tensors import HALF
+from toolkit._tensors import HALF, averaged
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["EMA_STUDENT", "EMATeacher", "ema"]
@@ -50,7 +49,7 @@ def ema(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], *, momentu
     """
     momentum = number("momentum", momentum, least=0, most=1)
     return {
-        name: torch.lerp(before, held, 1 - momentum) if _is_averaged(before) else held.clone()
+        name: averaged(before, held, 1 - momentum if _is_averaged(before) else 1)
         for name, before, held in _pairs(teacher, student)
     }
 
@@ -140,10 +139,10 @@ class EMATeacher(nn.Module):
                 "call `teacher.train()` and then `teacher.module.eval()`."
             )
         for _, before, held in list(_pairs(_state(self.module), _state(student))):  # checked before any moves
-            if _is_averaged(before):
-                before.lerp_(held, 1 - self.momentum)
-            else:
+            if self.momentum == 0 or not _is_averaged(before):
                 before.copy_(held)
+            elif self.momentum < 1:
+                before.mul_(self.momentum).add_(held, alpha=1 - self.momentum)  # as `averaged`, in place
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from toolkit._checks import number
-from toolkit._tensors import HALF
+from toolkit._tensors import HALF, averaged
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["TARGET_PARAMETERS", "incremental_update"]
@@ -71,12 +70,6 @@ def incremental_update(
                 f"`old_tensors[{name!r}]` should be float32 or float64, as half precision rounds small steps to none. "
                 f"Found {old.dtype}."
             )
-        updated[name] = stop_gradient(_average(old, new, tau), TARGET_PARAMETERS)
+        share = tau if new.is_floating_point() or new.is_complex() else 1
+        updated[name] = stop_gradient(averaged(old, new, share), TARGET_PARAMETERS)
     return updated
-
-
-def _average(old: Tensor, new: Tensor, tau: float) -> Tensor:
-    if tau == 1 or not (new.is_floating_point() or new.is_complex()):
-        return new.clone()
-    # Not `lerp`, which takes a difference: the infinite numbers of a mask would become NaN.
-    return torch.add((1 - tau) * old, new, alpha=tau) if tau else old.clone()
