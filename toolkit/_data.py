@@ -107,7 +107,8 @@ def read(
         hidden = np.ma.getmaskarray(x)
         if hidden.any() and not missing:
             raise ValueError(f"`X` should have no masked values. Found {hidden.sum()}.{hint}")
-        x = np.where(hidden, x.dtype.type(np.nan) if x.dtype.kind == "f" else np.nan, x.data) if missing else x.data
+        nan = x.dtype.type(np.nan) if x.dtype.kind == "f" else np.nan
+        x = np.where(hidden, nan, np.asarray(x)) if missing else np.asarray(x)
     if not isinstance(x, Tensor):
         finite = "allow-nan" if missing else True
         types = [np.float64, np.float32]
