@@ -39,6 +39,12 @@ def test_the_default_labels_are_the_answers(attack):
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.uint16])
+def test_labels_may_have_any_width(attack, dtype):
+    assert torch.equal(attack(NET, X, LABELS.to(dtype), epsilon=0.1), attack(NET, X, LABELS, epsilon=0.1))
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 @pytest.mark.parametrize("rows", [1, 12])
 def test_a_radius_for_each_feature_is_kept(attack, rows):
     epsilon = torch.rand(rows, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64) / 4

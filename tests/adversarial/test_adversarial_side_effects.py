@@ -523,6 +523,24 @@ def test_model_without_a_gradient_is_left_to_queries(batch: tuple[Tensor, Tensor
         pgd(opaque, x, labels, epsilon=0.1)
 
 
+ROUNDED = {
+    "interval_bounds": lambda model, x: adv.interval_bounds(model, x - 0.1, x + 0.1),
+    "crown_bounds": lambda model, x: adv.crown_bounds(model, x - 0.1, x + 0.1),
+    "interval_loss": lambda model, x: [adv.interval_loss(model, x, torch.tensor([0, 1, 2, 1, 0]), epsilon=0.1)],
+    "vat_direction": lambda model, x: [adv.vat_direction(model, x)],
+    "power_direction": lambda model, x: [adv.power_direction(model, x, generator=torch.Generator().manual_seed(0))],
+}
+
+
+@pytest.mark.parametrize("call", ROUNDED.values(), ids=ROUNDED)
+def test_bounds_and_directions_keep_their_digits_under_autocast(call, batch: tuple[Tensor, Tensor]) -> None:
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)), batch[0]
+    plain = call(model, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = call(model, x)
+    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
 WIDE = {
     "pgd": lambda model, x, labels: pgd(model, x, labels, epsilon=8),
     "a ball": lambda model, x, labels: fgsm(model, x, labels, ball=adv.Ball(torch.tensor([8, 9.0, 8, 8, 8]))),
@@ -584,6 +602,16 @@ WRONG = {
         {"bounds": (0, 1, 2)},
         TypeError,
         "the least and the greatest value of an input, or None. Found 3 of them",
+    ),
+    "half of the bounds": (
+        {"bounds": (None, 1)},
+        TypeError,
+        "the least and the greatest value of an input, or None. Found NoneType and int",
+    ),
+    "bounds as text": (
+        {"bounds": ("0", "1")},
+        TypeError,
+        "the least and the greatest value of an input, or None. Found str and str",
     ),
     "one bound": ({"bounds": 1.0}, TypeError, "the least and the greatest value of an input, or None. Found float"),
     "bounds in the wrong order": ({"bounds": (1, 0)}, ValueError, "the least value before the greatest. Found 1 and 0"),

@@ -12,11 +12,11 @@ __all__ = ["check_classes"]
 
 
 def check_classes(name: str, classes: object, n: int, n_classes: int | None = None) -> Tensor:
-    """Return classes of the samples, (N,), integers of any width.
+    """Return classes of the samples, (N,), as an int64 index: torch reads bytes as a mask, and few other widths.
 
     Args:
         name: The name of the argument.
-        classes: Its value.
+        classes: Its value, (N,), integers of any width.
         n: N.
         n_classes: C. None: unknown so far.
 
@@ -30,8 +30,9 @@ def check_classes(name: str, classes: object, n: int, n_classes: int | None = No
         raise ValueError(f"`{name}` should have shape ({n},). Found {tuple(classes.shape)}.")
     if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:
         raise TypeError(f"`{name}` should be integers. Found {classes.dtype}.")
+    index = classes.long()
     if n_classes is not None and n:
-        least, most = (int(side) for side in classes.aminmax())
+        least, most = (int(side) for side in index.aminmax())
         if not 0 <= least <= most < n_classes:
             raise ValueError(f"`{name}` should be from 0 to {n_classes - 1}. Found {least} to {most}.")
-    return classes
+    return index

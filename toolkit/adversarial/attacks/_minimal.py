@@ -196,7 +196,7 @@ class Search:
         with torch.enable_grad():
             given, logits = self.attack.slopes_at(point)
             wide_logits = logits.to(wide(logits))
-            label = wide_logits.gather(1, self.attack.labels.long()[:, None])
+            label = wide_logits.gather(1, self.attack.labels[:, None])
             return given, logits, list((wide_logits.gather(1, classes) - label).unbind(1))
 
     def to_nearest_plane(self, start: Tensor, planes: Planes) -> tuple[Tensor, Tensor, Tensor]:

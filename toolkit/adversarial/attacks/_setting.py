@@ -32,6 +32,7 @@ __all__ = [
     "Setting",
     "at_a_copy",
     "differentiate",
+    "ordinary",
     "picked",
     "setting",
     "untargeted",
@@ -273,12 +274,10 @@ def setting(
     threat = ball_of(**ball)
     wide_ball = width_remarked_on(threat.epsilon, threat.norm, threat.bounds)
     with wide_ball, ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
-        x, labels, targets = (_ordinary(tensor) for tensor in (x, labels, targets))
+        x, labels, targets = (ordinary(tensor) for tensor in (x, labels, targets))
         region = threat.around(x)
-        labels = _answers(picked(model, logits), x) if labels is None else labels
-        check_classes("labels", labels, len(x))
-        if targets is not None:
-            check_classes("targets", targets, len(x))
+        labels = check_classes("labels", _answers(picked(model, logits), x) if labels is None else labels, len(x))
+        targets = None if targets is None else check_classes("targets", targets, len(x))
         slopes = picked(model, logits) if gradient_dtype is None else _in_dtype(model, gradient_dtype, logits)
         yield Setting(picked(model, logits), x, labels, targets, threat, region, slopes)
 
@@ -343,7 +342,8 @@ def differentiate(outputs: Tensor, point: Tensor, slope: Tensor, *, recorded: bo
     return gradient
 
 
-def _ordinary(tensor: Any) -> Any:
+def ordinary(tensor: Any) -> Any:
+    """Return a copy of a tensor of inference mode, which cannot be differentiated; anything else as it is."""
     return tensor.clone() if isinstance(tensor, Tensor) and tensor.is_inference() else tensor
 
 

@@ -166,7 +166,7 @@ def class_index(logits: Tensor, labels: Tensor) -> Tensor:
         raise TypeError(f"`logits` should be floating point. Found {logits.dtype}.")
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise ValueError(f"`logits` should have shape (N, C) with at least two classes. Found {tuple(logits.shape)}.")
-    return check_classes("labels", labels, len(logits)).long()[:, None]
+    return check_classes("labels", labels, len(logits))[:, None]
 
 
 def _check_classes(logits: Tensor, least: int) -> None:

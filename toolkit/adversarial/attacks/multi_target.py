@@ -216,7 +216,7 @@ class _Pairs:
         """Return the pairs of some samples with the classes to try for them, (len(samples), T)."""
         repeated = samples.repeat_interleave(tried.shape[1])
         slope = logits.new_zeros(len(repeated), logits.shape[1])
-        slope = slope.scatter(1, attack.labels[repeated].long()[:, None], -1.0).scatter(1, tried.reshape(-1, 1), 1.0)
+        slope = slope.scatter(1, attack.labels[repeated][:, None], -1.0).scatter(1, tried.reshape(-1, 1), 1.0)
         return cls(attack.rows(repeated), repeated, slope, width if len(width) == 1 else width[repeated])
 
     def rows(self, index: Tensor) -> _Pairs:

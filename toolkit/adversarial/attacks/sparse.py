@@ -122,7 +122,7 @@ def _pairs(share: float, x: Tensor) -> int:
 def _target(attack: Setting) -> Tensor:
     """Return the class to move each sample to, (N,)."""
     if attack.targets is not None:
-        return attack.targets.long()
+        return attack.targets
     return without_label(attack.logits(attack.x), attack.labels).argmax(1)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "check_inputs",
     "column",
     "draw",
+    "ends_of",
     "features",
     "free",
     "norm_of",
@@ -112,13 +113,10 @@ def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
     """Return the least and greatest value of every coordinate: the bounds, rounded inwards but no further than `x`.
 
     Raises:
-        TypeError: If `bounds` is not a pair.
+        TypeError: If `bounds` is not a pair of numbers.
         ValueError: If the bounds are in the wrong order, or `x` is out of them by more than a rounding.
     """
-    if bounds is not None and not (isinstance(bounds, tuple | list) and len(bounds) == 2):
-        found = f"{len(bounds)} of them" if isinstance(bounds, tuple | list) else type(bounds).__name__
-        raise TypeError(f"`bounds` should be the least and the greatest value of an input, or None. Found {found}.")
-    least, most = (-math.inf, math.inf) if bounds is None else bounds
+    least, most = ends_of(bounds)
     lower, upper = round_inward(least, x, math.inf), round_inward(most, x, -math.inf)
     if not (lower <= upper).all():
         least_first = f"Found {_in_words(lower)} and {_in_words(upper)}."
@@ -134,6 +132,26 @@ def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
                 f"Found values from {x.min().item():.9g} to {x.max().item():.9g}."
             )
     return torch.minimum(lower, x), torch.maximum(upper, x)
+
+
+def ends_of(bounds: object) -> tuple[Tensor, Tensor]:
+    """Return the bounds as float64, infinite without a box.
+
+    Raises:
+        TypeError: If `bounds` is not a pair of numbers.
+    """
+    wanted = "`bounds` should be the least and the greatest value of an input, or None."
+    pair = (-math.inf, math.inf) if bounds is None else bounds
+    if not isinstance(pair, tuple | list):
+        raise TypeError(f"{wanted} Found {type(pair).__name__}.")
+    if len(pair) != 2:
+        raise TypeError(f"{wanted} Found {len(pair)} of them.")
+    try:
+        least, most = (torch.as_tensor(side, dtype=torch.float64) for side in pair)
+    except (TypeError, ValueError, RuntimeError):
+        kinds = " and ".join(type(side).__name__ for side in pair)
+        raise TypeError(f"{wanted} Found {kinds}.") from None
+    return least, most
 
 
 def free(x: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -204,9 +222,9 @@ _REMARKED: ContextVar[bool] = ContextVar("_REMARKED", default=False)
 
 def remark_on_width(epsilon: float | Tensor | None, norm: str, bounds: object) -> bool:
     """Warn if a ball in Linf is as wide as its box, as with radius 8 for pixels in [0, 1]; return whether it is."""
-    if epsilon is None or norm != "linf" or not (isinstance(bounds, tuple | list) and len(bounds) == 2):
+    if epsilon is None or norm != "linf" or bounds is None:
         return False
-    least, most = (torch.as_tensor(side).double() for side in bounds)
+    least, most = ends_of(bounds)
     width, sizes = float(most.max() - least.min()), sizes_of("epsilon", epsilon)
     if not (sizes.numel() and sizes.min() >= width > 0):
         return False

@@ -53,7 +53,7 @@ class Cases:
         none = [torch.zeros_like(lower) for lower, _ in hidden]
         slopes = [lines(lower, upper)[0] for lower, upper in hidden]
         bound = torch.full_like(constant, -torch.inf)
-        return cls(margin, objective, constant, ball, hidden, none, slopes, none, bound)
+        return cls(margin, objective, constant, ball.rows(slice(None)), hidden, none, slopes, none, bound)
 
     def rows(self, index: Tensor | slice) -> Cases:
         """Return the selected cases."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit._checks import choice
 from toolkit.adversarial.balls import Bounds, box, per_sample
 from toolkit.adversarial.balls._rounding import add_inward, shrink
-from toolkit.adversarial.balls.box import check_inputs, free, remark_on_width
+from toolkit.adversarial.balls.box import check_inputs, ends_of, free, remark_on_width
 from toolkit.blocks import no_graph
 
 __all__ = ["FARTHEST", "BallAndBox", "ball_and_box", "least_rate"]
@@ -92,7 +92,7 @@ def ball_and_box(
     with no_graph():
         start = x.to(dtype)
         box(x, bounds)  # checks in the dtype of x: there 0.1 may be a little more than 0.1, and is still inside
-        ends = (torch.as_tensor(end, dtype=dtype, device=x.device) for end in bounds or (-math.inf, math.inf))
+        ends = (end.to(x.device, dtype) for end in ends_of(bounds))
         lower, upper = (take(end.expand_as(start), start) for take, end in zip(_OUTWARD, ends, strict=True))
         change = free(start, mask)
         if change is not None:

@@ -2,7 +2,7 @@
 
 Every bound holds for the model in evaluation mode. Certificates are computed in float64 for any dtype of the inputs and
 the model, and rounded outward: they hold for its weights in exact arithmetic. The other bounds, and the loss, are in
-the dtype of the inputs, and hold up to its rounding.
+the dtype of the inputs, also under ``torch.autocast``, and hold up to its rounding.
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit._tensors import exact_products
 from toolkit.adversarial._classes import check_classes
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls.box import check_inputs
@@ -76,7 +77,8 @@ def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Ten
         (-2.0, 1.0)
     """
     _check_interval(lower, upper)
-    return _through(plain_layers(model), Interval(lower, upper))
+    with exact_products(lower.device):
+        return _through(plain_layers(model), Interval(lower, upper))
 
 
 def interval_loss(
@@ -125,7 +127,8 @@ def interval_loss(
     """
     check_inputs("x", x)
     ball = ball_and_box(x, epsilon, "linf", bounds, mask, x.dtype)
-    margins, index = _interval_margins(model, x.shape, labels, ball)
+    with exact_products(x.device):
+        margins, index = _interval_margins(model, x.shape, labels, ball)
     return F.cross_entropy(-margins, index)  # the margin of the label itself is 0
 
 
@@ -200,7 +203,8 @@ def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor
         middle = down / 2 + up / 2  # the sum itself may overflow
         reach = torch.full_like(middle[:, :1], torch.finfo(middle.dtype).max)
         ball = BallAndBox("linf", middle, reach, down - middle, up - middle)
-    return relaxed_bounds(affine_chain(model, lower, lower.dtype), ball)[-1]
+    with exact_products(lower.device):
+        return relaxed_bounds(affine_chain(model, lower, lower.dtype), ball)[-1]
 
 
 def certify_crown(
@@ -269,7 +273,7 @@ def model_labels(labels: Tensor, x: Tensor, n_classes: int) -> Tensor:
     """Return the labels as an index; raise if they, or the number of logits of the model, do not fit."""
     if n_classes < 2:
         raise ValueError(f"`model` should return at least two logits. Found {n_classes}.")
-    return check_classes("labels", labels, len(x), n_classes).long()
+    return check_classes("labels", labels, len(x), n_classes)
 
 
 def _check_interval(lower: Tensor, upper: Tensor) -> None:

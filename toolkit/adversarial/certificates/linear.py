@@ -218,7 +218,7 @@ def _check_classifier(weight: Tensor, bias: Tensor | None, x: Tensor, labels: Te
     check_inputs("x", x)
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"`x` should have shape (N, {weight.shape[1]}). Found {tuple(x.shape)}.")
-    index = check_classes("labels", labels, len(x), len(weight)).long()
+    index = check_classes("labels", labels, len(x), len(weight))
     weight = weight.double()
     return weight, weight.new_zeros(len(weight)) if bias is None else bias.double(), index
 

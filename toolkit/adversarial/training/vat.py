@@ -12,7 +12,9 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
+from toolkit._tensors import exact_products
 from toolkit.adversarial._untouched import untouched
+from toolkit.adversarial.attacks._setting import ordinary
 from toolkit.adversarial.balls import Ball, Bounds, Norm, per_sample
 from toolkit.adversarial.balls.box import check_inputs, draw, features, norm_of, wide
 from toolkit.adversarial.training._terms import (
@@ -67,7 +69,7 @@ def vat_direction(model: Model, x: Tensor) -> Tensor:
 
     The rows of B are gradients of the differences ``z_j - z_m`` to the most likely class m, weighed by ``sqrt(p_j)``
     relative to the largest of them, so nothing rounds to zero where the model is confident. An eigenvector has no
-    sign; the one returned points to where the most likely class loses.
+    sign; the one returned points to where the most likely class loses. ``torch.autocast`` has no effect on it.
 
     The model runs in evaluation mode and is restored. While the block `VIRTUAL_DIRECTION` is in place nothing is
     recorded; open, the eigenvector is differentiated (once, and where its eigenvalue is simple).
@@ -91,10 +93,11 @@ def vat_direction(model: Model, x: Tensor) -> Tensor:
         >>> vat_direction(lambda x: x @ weight.T, torch.ones(1, 2))
         tensor([[-0.6000, -0.8000]])
     """
-    with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model):
+    check_inputs("x", x)
+    with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model), exact_products(x.device):
         recorded = torch.is_grad_enabled()
         with torch.enable_grad():
-            point, logits = point_and_logits(model, _batch(x))
+            point, logits = point_and_logits(model, ordinary(x))
             differences = _differences(logits, point)
             sums = differences.sum(0).unbind()
         slopes = [torch.autograd.grad(s, point, retain_graph=True, create_graph=recorded)[0] for s in sums]
@@ -118,8 +121,9 @@ def power_direction(
     order xi, and one backward pass, an iteration. It costs less than `vat_direction` if there are many classes, and
     comes as close as the second eigenvalue of H lets it.
 
-    The model runs in evaluation mode and is restored. While the block `VIRTUAL_DIRECTION` is in place nothing is
-    recorded; open, the iterations are differentiated.
+    The model runs in evaluation mode, without ``torch.autocast``, whose rounding is larger than the probe, and is
+    restored. While the block `VIRTUAL_DIRECTION` is in place nothing is recorded; open, the iterations are
+    differentiated.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
@@ -143,12 +147,13 @@ def power_direction(
         >>> power_direction(lambda x: x @ weight.T, torch.ones(1, 2), generator=torch.Generator().manual_seed(0)).abs()
         tensor([[0.6000, 0.8000]])
     """
+    check_inputs("x", x)
     iterations, generator = integer("iterations", iterations), own_generator(generator)
     xi = torch.finfo(x.dtype).eps ** (1 / 3) if xi is None else xi
     xi = number("xi", xi, above=0)
-    with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model):
+    with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model), exact_products(x.device):
         recorded = torch.is_grad_enabled()
-        x = _batch(x)
+        x = ordinary(x)
         from_clean = divergence_from(logits_at(model, x))
         towards = _of_unit_length(draw(torch.randn, x, generator)).to(x.dtype)
         for _ in range(iterations):
@@ -256,11 +261,6 @@ def virtual_divergence(clean: Tensor, moved: Tensor) -> Tensor:
         moved: Logits at x + r, (N, C).
     """
     return divergence(stop_gradient(clean, VIRTUAL_CLEAN), moved)
-
-
-def _batch(x: Tensor) -> Tensor:
-    check_inputs("x", x)
-    return x.clone() if x.is_inference() else x
 
 
 def _differences(logits: Tensor, x: Tensor) -> Tensor:
