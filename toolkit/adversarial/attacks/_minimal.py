@@ -296,15 +296,8 @@ def minimal_search(
 ) -> Iterator[Search]:
     """Prepare a search in the whole box, as `setting` prepares an attack in a ball.
 
-    Args:
-        model: As in `deepfool`.
-        x: Clean inputs.
-        labels: (N,).
-        default_norm: Norm of the distance and of the ball, if the options do not name one.
-        targets: (N,) or None.
-        n_classes: Number of classes to consider.
-        logits: As in `CommonOptions`.
-        **options: The threat model.
+    The arguments are those of `deepfool`. The options name the ball of the result; `default_norm` is its norm if they
+    name none.
 
     Raises:
         TypeError: As in `setting`.
@@ -314,17 +307,14 @@ def minimal_search(
     if "ball" not in options:
         options = {"epsilon": None, "norm": default_norm, **options}
     threat = ball_of(**options)
-    box = replace(threat, epsilon=None)
-    with (
-        width_remarked_on(threat.epsilon, threat.norm, threat.bounds),
-        setting(model, x, labels, targets=targets, logits=logits, ball=box) as attack,
-    ):
+    with setting(model, x, labels, targets=targets, logits=logits, ball=replace(threat, epsilon=None)) as attack:
         radius = torch.full(attack.x.shape[:1], torch.inf, dtype=torch.float64, device=attack.x.device)
         if threat.epsilon is not None:
             sizes = per_sample("epsilon", threat.epsilon, attack.x, by_feature=threat.has_features)
             radius = sizes.flatten(1).amin(1).expand_as(radius)  # inside of it no example is projected
         ball = attack.ball if threat.epsilon is None else threat.around(attack.x)
-        yield Search(attack, threat.norm, ball, radius, n_classes)
+        with width_remarked_on(threat.epsilon, threat.norm, threat.bounds):
+            yield Search(attack, threat.norm, ball, radius, n_classes)
 
 
 def check_only_l2(attack: str, norm: str) -> None:

@@ -252,18 +252,9 @@ def setting(
     logits: Pick | None = None,
     **ball: Unpack[BallOptions],
 ) -> Iterator[Setting]:
-    """Prepare an attack whose only effect is the value it returns.
+    """Prepare an attack whose only effect is the value it returns; the arguments are those of `pgd`.
 
     While the block `EXAMPLE` is in place, autograd records nothing inside.
-
-    Args:
-        model: As in `pgd`.
-        x: Clean inputs.
-        labels: (N,). None: the model's answers at `x`.
-        targets: (N,) or None.
-        gradient_dtype: The dtype in which the model is run to take gradients. None: the model's own dtype.
-        logits: As in `CommonOptions`.
-        **ball: The threat model.
 
     Raises:
         TypeError: As in `Ball.around`; if `model` cannot be called, `labels` or `targets` are not integers, or
@@ -272,14 +263,14 @@ def setting(
     """
     function("model", model)
     threat = ball_of(**ball)
-    wide_ball = width_remarked_on(threat.epsilon, threat.norm, threat.bounds)
-    with wide_ball, ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
+    with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
         x, labels, targets = (ordinary(tensor) for tensor in (x, labels, targets))
         region = threat.around(x)
         labels = check_classes("labels", _answers(picked(model, logits), x) if labels is None else labels, len(x))
         targets = None if targets is None else check_classes("targets", targets, len(x))
         slopes = picked(model, logits) if gradient_dtype is None else _in_dtype(model, gradient_dtype, logits)
-        yield Setting(picked(model, logits), x, labels, targets, threat, region, slopes)
+        with width_remarked_on(threat.epsilon, threat.norm, threat.bounds):
+            yield Setting(picked(model, logits), x, labels, targets, threat, region, slopes)
 
 
 def picked(model: Callable[[Tensor], Any], logits: Pick | None) -> Callable[[Tensor], Tensor]:

@@ -112,16 +112,7 @@ def linearised(
     One gradient for each of the T classes with the largest logits, then the point of the set that is farthest along
     it: a corner in Linf, a clipped multiple of the gradient in L2, the steepest coordinates in L1. Of these T points
     the one at which the model is most wrong is returned. If the model is linear and T is C - 1 no attack is stronger:
-    its margins are those of `certify_linear`.
-
-    Args:
-        model: As in `multi_target`, and so are the other arguments.
-        x: Clean inputs, (N, ...).
-        labels: (N,). None: the model's answers at `x`.
-        n_targets: T.
-        at_once: Number of pairs that the model is run on at once.
-        gradient_dtype: As in `pgd`.
-        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
+    its margins are those of `certify_linear`. The arguments are those of `multi_target`.
 
     Returns:
         As in `multi_target`.

@@ -93,16 +93,7 @@ def ni_fgsm(
 
     As `mi_fgsm`, with the gradient at ``x_t + momentum * step_size * D g_t``, where g_t is the running sum of
     gradients divided by their L1 norm, and D the number of features. The factor D is that of the authors' code, which
-    divides gradients by their mean absolute value.
-
-    Args:
-        model: Inputs (N, ...) to logits (N, C).
-        x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
-        steps: Number of gradient steps.
-        step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``.
-        momentum: As in `mi_fgsm`.
-        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
+    divides gradients by their mean absolute value. The arguments are those of `mi_fgsm`.
 
     Returns:
         As in `mi_fgsm`.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice
-from toolkit.adversarial.balls.box import Bounds, box, check_inputs, free, per_sample, remark_on_width, sizes_of
+from toolkit.adversarial.balls.box import Bounds, box, check_inputs, free, per_sample, sizes_of
 from toolkit.adversarial.balls.l1 import L1Ball
 from toolkit.adversarial.balls.l2 import L2Ball
 from toolkit.adversarial.balls.linf import LinfBall
@@ -105,7 +105,6 @@ class Ball:
             change = free(x, self.mask)
             if change is not None:
                 lower, upper = torch.where(change > 0, lower, x), torch.where(change > 0, upper, x)
-        remark_on_width(self.epsilon, self.norm, self.bounds)
         return _REGIONS[self.norm].around(x, radius, lower, upper, change)
 
     def rows(self, index: Tensor, x: Tensor) -> Ball:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from toolkit._checkpoint import fingerprint
 from toolkit._checks import choice, integer, number
 from toolkit._divergence import not_finite
 from toolkit._run import rate_at
+from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.training import schedules
 from toolkit.adversarial.training._batches import check_scale, pair_of
 from toolkit.adversarial.training._evaluation import HeldOut, Score
@@ -23,7 +24,7 @@ from toolkit.adversarial.training._optimizers import Descent, MakeOptimizer, mak
 from toolkit.adversarial.training.methods import METHODS, BallArguments, Method
 from toolkit.adversarial.training.schedules import Schedule
 
-__all__ = ["Plan", "check_group", "check_model", "descent_of", "method_of", "name_of", "score_of"]
+__all__ = ["Plan", "Settings", "check_group", "check_model", "descent_of", "method_of", "name_of", "score_of"]
 
 _SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "constant": schedules.constant,
@@ -94,43 +95,65 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The method, the ball and the evaluations of a run: the arguments of `train` of the same names.
+class Settings:
+    """`TrainingOptions` with their defaults, checked."""
+
+    epsilon: float
+    norm: Norm = "linf"
+    bounds: Bounds = (0, 1)
+    batch_size: int = 128
+    optimizer: str | MakeOptimizer = "adam"
+    learning_rate: float | None = None
+    schedule: str | Schedule = "one_cycle"
+    epsilon_warmup: float = 0.0
+    average: float | None = None
+    augment: Callable[..., Tensor] | None = None
+    evaluate_every: int = 1
+    keep: Literal["last", "best"] = "last"
+    patience: int | None = None
+    checkpoint_every: int = 1000
+    group: ProcessGroup | None = None
+    callback: Callable[[int, int], None] | None = None
+    verbose: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a value is out of its range; numbers of any type become Python's."""
+        checked: dict[str, float] = {
+            "epsilon": number("epsilon", self.epsilon, least=0),
+            "epsilon_warmup": number("epsilon_warmup", self.epsilon_warmup, least=0, most=1),
+            "evaluate_every": integer("evaluate_every", self.evaluate_every),
+            "batch_size": integer("batch_size", self.batch_size),
+        }
+        if self.patience is not None:
+            checked["patience"] = integer("patience", self.patience)
+        if self.average is not None:
+            checked["average"] = number("average", self.average, least=0, below=1)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        choice("keep", self.keep, ("last", "best"))
+
+    @property
+    def ball(self) -> BallArguments:
+        """The ball in which inputs are attacked."""
+        return {"epsilon": self.epsilon, "norm": self.norm, "bounds": self.bounds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Settings):
+    """The settings, method and evaluation of a run.
 
     Attributes:
         method: The training method.
-        ball: Radius, norm and bounds.
-        epsilon_warmup: The part of training in which the radius rises.
-        average: The decay of the running mean of the parameters. None: no mean.
-        evaluate: Function of a model that returns its scores. None: no evaluation.
-        evaluate_every: Epochs from one evaluation to the next.
-        keep: ``"last"`` or ``"best"``.
-        patience: Evaluations without a better score after which training stops. None: no early stop.
+        score: Function of a model that returns its scores. None: no evaluation.
     """
 
     method: Method
-    ball: BallArguments
-    epsilon_warmup: float
-    average: float | None
-    evaluate: Score | None
-    evaluate_every: int
-    keep: str
-    patience: int | None
+    score: Score | None
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a value is out of its range."""
-        plain: dict[str, float] = {
-            "evaluate_every": integer("evaluate_every", self.evaluate_every),
-            "epsilon_warmup": number("epsilon_warmup", self.epsilon_warmup, least=0, most=1),
-        }
-        if self.patience is not None:
-            plain["patience"] = integer("patience", self.patience)
-        if self.average is not None:
-            plain["average"] = number("average", self.average, least=0, below=1)
-        for name, value in plain.items():  # of any type of numbers, and from here on of Python's
-            object.__setattr__(self, name, value)
-        choice("keep", self.keep, ("last", "best"))
-        if self.evaluate is None and self.ranks_epochs:
+        """Raise a ValueError if the best epoch is asked for without an evaluation."""
+        super().__post_init__()
+        if self.score is None and self.ranks_epochs:
             raise ValueError("`evaluate` should be given to find the best epoch. Found None.")
 
     @property
@@ -141,23 +164,18 @@ class Plan:
     def ball_of(self, update: int, total: int) -> BallArguments:
         """Return the ball of an update, counted from 1, of `total` updates."""
         share = min(1.0, update / (total * self.epsilon_warmup)) if self.epsilon_warmup else 1.0
-        return {**self.ball, "epsilon": self.ball["epsilon"] * share}
+        return {**self.ball, "epsilon": self.epsilon * share}
 
     def settings(self) -> dict[str, Any]:
-        """Return all attributes by name, as JSON."""
-        held = self.evaluate
+        """Return the settings that a checkpoint has to share, by name, as JSON."""
+        held = self.score
         known = [fingerprint(held.inputs), fingerprint(held.labels)] if isinstance(held, HeldOut) else None
-        return {
+        same = ("epsilon", "norm", "epsilon_warmup", "average", "evaluate_every", "keep", "patience", "batch_size")
+        return {name: getattr(self, name) for name in same} | {
             "method": repr(self.method),
-            "epsilon": self.ball["epsilon"],
-            "norm": self.ball["norm"],
-            "bounds": repr(self.ball["bounds"]),
-            "epsilon_warmup": self.epsilon_warmup,
-            "average": self.average,
+            "bounds": repr(self.bounds),
             "evaluate": known if held is None or known is not None else name_of(held),
-            "evaluate_every": self.evaluate_every,
-            "keep": self.keep,
-            "patience": self.patience,
+            "augment": None if self.augment is None else name_of(self.augment),
         }
 
 

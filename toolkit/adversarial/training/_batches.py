@@ -74,17 +74,7 @@ def batches_of(
     group: ProcessGroup | None,
     noted: bool,
 ) -> Batches:
-    """Return the batches of the data of `train`.
-
-    Args:
-        data: As in `train`.
-        labels: As in `train`.
-        batch_size: The most rows of a batch, of all ranks together, of data in memory.
-        model: The model, whose dtype and device inputs get.
-        ball: The ball in which inputs are attacked.
-        augment: As in `train`.
-        group: The ranks.
-        noted: Whether data in memory need a fingerprint.
+    """Return the batches of the data of `train`, whose arguments these are; `noted` data get a fingerprint.
 
     Raises:
         TypeError: If `data` has none of the types of `train`.

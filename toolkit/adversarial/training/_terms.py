@@ -29,6 +29,7 @@ __all__ = [
     "found_by",
     "given",
     "logits_at",
+    "losses_and_slope",
     "point_and_logits",
     "start_near",
 ]
@@ -129,6 +130,16 @@ def point_and_logits(model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return inputs to differentiate by, (N, ...), and the logits there, (N, C); as in `logits_at` of a copy."""
     point, logits = at_a_copy(model, x.view_as(x) if x.requires_grad else variable(x))
     return point, checked(logits)
+
+
+def losses_and_slope(model: Model, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the loss of every sample, (N,), and its gradient by the input, (N, ...), recorded if grad is."""
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        point, logits = point_and_logits(model, x)
+        losses = loss(logits)
+    (slope,) = torch.autograd.grad(losses, point, torch.ones_like(losses), create_graph=recorded)
+    return losses, slope
 
 
 def checked(logits: object) -> Tensor:

@@ -174,8 +174,8 @@ class Training(Run[tuple[Part, int]]):
         with no_graph():
             self.sums.zero_()
         due = self.epoch % self.plan.evaluate_every == 0 or self.epoch == self.course.epochs
-        if self.plan.evaluate is not None and due:
-            self._evaluate(self.plan.evaluate)
+        if self.plan.score is not None and due:
+            self._evaluate(self.plan.score)
         if self.progress is not None:
             self._show(self.progress)
 

@@ -13,6 +13,7 @@ from toolkit._checks import function
 from toolkit._tensors import same_shape
 from toolkit.adversarial.attacks._setting import EXAMPLE
 from toolkit.adversarial.balls import Ball, Bounds, Norm, Region, per_sample
+from toolkit.adversarial.balls.box import remark_on_width
 from toolkit.adversarial.training._terms import Model, checked, cross_entropy
 from toolkit.blocks import no_graph, stop_gradient, variable
 
@@ -101,6 +102,7 @@ def free_loss(
     function("model", model)
     same_shape(x=x, perturbation=perturbation)
     ball = Ball(epsilon, norm, bounds).around(x)
+    remark_on_width(epsilon, norm, bounds)
     example = variable(stop_gradient(ball.settle(ball.project(x + perturbation)), EXAMPLE))
     stride = per_sample("epsilon", epsilon, x).to(x.dtype)
     return Replay(cross_entropy(checked(model(example)), labels).mean(), example, ball, stride)

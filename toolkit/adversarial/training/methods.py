@@ -147,7 +147,7 @@ class Standard(Method):
     """Training on clean inputs: ``mean(-log p_y(x))``, for comparison."""
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
-        """Return the mean cross entropy at the examples, which are the clean inputs."""
+        """Return the mean cross entropy at given examples."""
         return cross_entropy(logits_at(model, example), labels).mean()
 
 
@@ -411,7 +411,7 @@ class LLR(_Attacked):
 
 
 @dataclass(frozen=True)
-class Free(Method):
+class Free(Standard):
     """Free adversarial training: every replay of a batch moves weights and perturbation. See `free_loss`.
 
     The perturbation is kept from batch to batch. An epoch costs `replays` epochs of standard training.
@@ -424,10 +424,6 @@ class Free(Method):
 
     def __post_init__(self) -> None:
         integer("replays", self.replays)
-
-    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
-        """Return the mean cross entropy at given examples."""
-        return cross_entropy(logits_at(model, example), labels).mean()
 
     def step(
         self,

@@ -5,6 +5,7 @@ N samples, each of shape (...) with D features in all, C classes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -22,7 +23,7 @@ from toolkit.adversarial.training._terms import (
     cross_entropy,
     found_by,
     logits_at,
-    point_and_logits,
+    losses_and_slope,
     start_near,
 )
 from toolkit.blocks import block, stop_gradient
@@ -77,10 +78,11 @@ def cure_loss(
     loss = cross_entropy(logits_at(model, x), labels)
     ball = Ball(0.0, norm, None).around(x)
     length = per_sample("h", h, x).to(x.dtype)
+    loss_of = partial(cross_entropy, labels=labels)
     with untouched(model):
-        _, slope = _losses_and_slope(model, x, labels)
+        _, slope = losses_and_slope(model, x, loss_of)
         towards = stop_gradient(ball.direction(slope), CURVATURE_DIRECTION)
-        _, moved_slope = _losses_and_slope(model, x + length * towards, labels)
+        _, moved_slope = losses_and_slope(model, x + length * towards, loss_of)
     return (loss + weight * (moved_slope - slope).square().sum(features(x))).mean()
 
 
@@ -126,8 +128,9 @@ def llr_loss(
     slope_weight = number("slope_weight", slope_weight, least=0)
     example = found_by(attack, model, x, labels)
     loss = cross_entropy(logits_at(model, x), labels)
+    loss_of = partial(cross_entropy, labels=labels)
     with untouched(model):
-        clean, slope = _losses_and_slope(model, x, labels)
+        clean, slope = losses_and_slope(model, x, loss_of)
         change = cross_entropy(logits_at(model, example), labels) - clean
     along = ((example - x) * slope).sum(features(x))
     return (loss + weight * (change - along).abs() + slope_weight * along.abs()).mean()
@@ -184,13 +187,3 @@ def linearity_pgd(
             towards = by_row(above, gradient - slope, slope - gradient)
             example = attack.ball.step(point, towards, stride)
         return attack.ball.settle(example)
-
-
-def _losses_and_slope(model: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy of every sample, (N,), and its gradient by the input, (N, ...), recorded if grad is."""
-    recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
-        point, logits = point_and_logits(model, x)
-        losses = cross_entropy(logits, labels)
-    (slope,) = torch.autograd.grad(losses, point, torch.ones_like(losses), create_graph=recorded)
-    return losses, slope

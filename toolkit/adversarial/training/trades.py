@@ -85,14 +85,7 @@ def held_trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6
     """Return the value of `trades_loss` with the clean distribution held constant in the divergence.
 
     With the block `CLEAN_DISTRIBUTION` in place the divergence only draws p(x') towards p(x), and p(x) only follows the
-    label, as in virtual adversarial training. Opened, it is `trades_loss`.
-
-    Args:
-        model: As in `trades_loss`.
-        x: Clean inputs, (N, ...).
-        labels: (N,).
-        beta: As in `trades_loss`.
-        attack: As in `trades_loss`.
+    label, as in virtual adversarial training. Opened, it is `trades_loss`. The arguments are those of `trades_loss`.
 
     Returns:
         A scalar, in nats per sample.

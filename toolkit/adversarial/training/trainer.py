@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from toolkit._checks import integer, level, number
+from toolkit._checks import level
 from toolkit._distributed import rank_of, together
 from toolkit._divergence import DivergenceError
 from toolkit._progress import Progress
@@ -23,11 +23,11 @@ from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls.box import width_remarked_on
 from toolkit.adversarial.training._arguments import (
     Plan,
+    Settings,
     check_group,
     check_model,
     descent_of,
     method_of,
-    name_of,
     score_of,
 )
 from toolkit.adversarial.training._batches import batches_of
@@ -35,7 +35,7 @@ from toolkit.adversarial.training._evaluation import CatastrophicOverfittingWarn
 from toolkit.adversarial.training._model import undisturbed, warn_of_local_statistics, without_gradients
 from toolkit.adversarial.training._optimizers import MakeOptimizer
 from toolkit.adversarial.training._training import History, Training
-from toolkit.adversarial.training.methods import BallArguments, Method
+from toolkit.adversarial.training.methods import Method
 from toolkit.adversarial.training.schedules import Schedule
 from toolkit.blocks import ordinary_tensors
 
@@ -87,29 +87,6 @@ class TrainingOptions(TypedDict, total=False):
     group: ProcessGroup | None
     callback: Callable[[int, int], None] | None
     verbose: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """`TrainingOptions` with their defaults."""
-
-    epsilon: float
-    norm: Norm = "linf"
-    bounds: Bounds = (0, 1)
-    batch_size: int = 128
-    optimizer: str | MakeOptimizer = "adam"
-    learning_rate: float | None = None
-    schedule: str | Schedule = "one_cycle"
-    epsilon_warmup: float = 0.0
-    average: float | None = None
-    augment: Callable[..., Tensor] | None = None
-    evaluate_every: int = 1
-    keep: Literal["last", "best"] = "last"
-    patience: int | None = None
-    checkpoint_every: int = 1000
-    group: ProcessGroup | None = None
-    callback: Callable[[int, int], None] | None = None
-    verbose: int = 0
 
 
 def train(
@@ -191,16 +168,16 @@ def train(
         >>> history.scores["robust"][-1]
         1.0
     """
-    known = {field.name for field in fields(_Settings)}
+    known = {field.name for field in fields(Settings)}
     if strange := sorted(options.keys() - known):
         raise TypeError(f"The options of `train` should be among {', '.join(sorted(known))}. Found {strange[0]!r}.")
     if "epsilon" not in options:
         raise TypeError("`epsilon` should be the radius of the ball. Found none.")
-    chosen = _Settings(**options)
-    group, verbose = chosen.group, level(chosen.verbose)
+    group, verbose = options.get("group"), level(options.get("verbose", 0))
     check_group(group)
     with together(group):
-        check_model(model, generator, chosen.augment)
+        check_model(model, generator, options.get("augment"))
+        chosen = Settings(**options)
         course = Course(
             epochs=epochs,
             checkpoint=checkpoint,
@@ -208,26 +185,13 @@ def train(
             callback=chosen.callback,
             group=group,
         )
-        ball: BallArguments = {
-            "epsilon": number("epsilon", chosen.epsilon, least=0),
-            "norm": chosen.norm,
-            "bounds": chosen.bounds,
-        }
-        plan = Plan(
-            method=method_of(method),
-            ball=ball,
-            epsilon_warmup=chosen.epsilon_warmup,
-            average=chosen.average,
-            evaluate=score_of(evaluate, ball, group),
-            evaluate_every=chosen.evaluate_every,
-            keep=chosen.keep,
-            patience=chosen.patience,
-        )
+        ball = chosen.ball
+        plan = Plan(**vars(chosen), method=method_of(method), score=score_of(evaluate, ball, group))
         descent = descent_of(model, chosen.optimizer, chosen.learning_rate, chosen.schedule)
         batches = batches_of(
             data,
             labels,
-            batch_size=integer("batch_size", chosen.batch_size),
+            batch_size=chosen.batch_size,
             model=model,
             ball=ball,
             augment=chosen.augment,
@@ -237,10 +201,8 @@ def train(
     settings: dict[str, Any] = {
         **plan.settings(),
         "epochs": course.epochs,
-        "batch_size": int(chosen.batch_size),
         "batches": batches.n_batches,
         **descent.settings(),
-        "augment": None if chosen.augment is None else name_of(chosen.augment),
         "seed": generator.initial_seed(),
         "data": batches.known,
     }

@@ -16,13 +16,14 @@ from toolkit._tensors import exact_products
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks._setting import ordinary
 from toolkit.adversarial.balls import Ball, Bounds, Norm, per_sample
-from toolkit.adversarial.balls.box import check_inputs, draw, features, norm_of, wide
+from toolkit.adversarial.balls.box import check_inputs, draw, features, norm_of, remark_on_width, wide
 from toolkit.adversarial.training._terms import (
     Model,
     clean_and_moved,
     divergence,
     divergence_from,
     logits_at,
+    losses_and_slope,
     point_and_logits,
 )
 from toolkit.blocks import (
@@ -152,16 +153,12 @@ def power_direction(
     xi = torch.finfo(x.dtype).eps ** (1 / 3) if xi is None else xi
     xi = number("xi", xi, above=0)
     with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model), exact_products(x.device):
-        recorded = torch.is_grad_enabled()
         x = ordinary(x)
         from_clean = divergence_from(logits_at(model, x))
         towards = _of_unit_length(draw(torch.randn, x, generator)).to(x.dtype)
         for _ in range(iterations):
             probe = x + xi * towards
-            with torch.enable_grad():
-                point, logits = point_and_logits(model, probe)
-                total = from_clean(logits).sum()
-            (gradient,) = torch.autograd.grad(total, point, create_graph=recorded)
+            _, gradient = losses_and_slope(model, probe, from_clean)
             towards = _of_unit_length(gradient.to(wide(x))).to(x.dtype)
         return towards
 
@@ -199,6 +196,7 @@ def virtual_example(
         ValueError: As in `pgd`.
     """
     ball = Ball(epsilon, norm, bounds, mask).around(x)
+    remark_on_width(epsilon, norm, bounds)
     towards = stop_gradient(direction(model, x), VIRTUAL_DIRECTION)
     return ball.settle(ball.step(x, towards, per_sample("epsilon", epsilon, x).to(x.dtype)))
 
@@ -221,16 +219,8 @@ def vat_loss(
     samples, and taken of those without a label as well.
 
     Clean inputs and moved ones share one forward pass, so that in training mode batch normalisation updates its
-    running statistics once.
-
-    Args:
-        model: Inputs (N, ...) to logits (N, C). The loss is taken in the mode that the model is in.
-        x: Clean inputs, (N, ...), inside of `bounds`.
-        epsilon: As in `virtual_example`, and so are the other arguments.
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Least and greatest value of an input; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
-        direction: Called as ``direction(model, x)``.
+    running statistics once. The loss is taken in the mode that the model is in. The arguments are those of
+    `virtual_example`.
 
     Returns:
         A scalar, in nats per sample.
