@@ -31,6 +31,7 @@ __all__ = [
     "Pick",
     "Setting",
     "at_a_copy",
+    "check_logits",
     "differentiate",
     "ordinary",
     "picked",
@@ -148,7 +149,7 @@ class Setting:
     def inspected(self, logits: Tensor) -> Tensor:
         """Return the logits; the first time, raise if they are not (N, C) or a class is out of range."""
         if "logits" not in self.checked:
-            _check_logits(logits, len(self.x))
+            check_logits(logits, len(self.x))
             check_classes("labels", self.labels, len(self.x), logits.shape[1])
             if self.targets is not None:
                 check_classes("targets", self.targets, len(self.x), logits.shape[1])
@@ -340,11 +341,12 @@ def ordinary(tensor: Any) -> Any:
 
 def _answers(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     logits = model(x.clone())
-    _check_logits(logits, len(x))
+    check_logits(logits, len(x))
     return logits.argmax(1)
 
 
-def _check_logits(logits: object, n: int) -> None:
+def check_logits(logits: object, n: int) -> None:
+    """Raise unless the answer of a model is floating-point logits, (N, C), of two classes or more."""
     if not isinstance(logits, Tensor):
         raise TypeError(
             f"`model` should return logits, a tensor (N, C). Found {type(logits).__name__}: pick the logits from it, "

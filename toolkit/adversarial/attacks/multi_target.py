@@ -147,6 +147,7 @@ def _search(
     if at_once is not None:
         at_once = integer("at_once", at_once)
     width = attack.stride(_WIDTH)
+    width = width.expand(len(attack.x), *width.shape[1:])
     logits = attack.logits(attack.x)
     tried = without_label(logits, attack.labels).topk(min(n_targets, logits.shape[1] - 1)).indices
     found = _Found(attack.x.clone(), difference_loss(logits, attack.labels))
@@ -194,7 +195,7 @@ class _Pairs:
         attack: The samples under attack, one for each pair.
         samples: Their numbers, (P,).
         slope: 1 at the class, -1 at the label, 0 elsewhere: the derivative of the margin by the logits, (P, C).
-        width: Length of the first step, (P or 1, 1, ...).
+        width: Length of the first step, (P, 1, ...).
     """
 
     attack: Setting
@@ -208,12 +209,11 @@ class _Pairs:
         repeated = samples.repeat_interleave(tried.shape[1])
         slope = logits.new_zeros(len(repeated), logits.shape[1])
         slope = slope.scatter(1, attack.labels[repeated][:, None], -1.0).scatter(1, tried.reshape(-1, 1), 1.0)
-        return cls(attack.rows(repeated), repeated, slope, width if len(width) == 1 else width[repeated])
+        return cls(attack.rows(repeated), repeated, slope, width[repeated])
 
     def rows(self, index: Tensor) -> _Pairs:
         """Return some of the pairs, by their indices."""
-        width = self.width if len(self.width) == 1 else self.width[index]
-        return _Pairs(self.attack.rows(index), self.samples[index], self.slope[index], width)
+        return _Pairs(self.attack.rows(index), self.samples[index], self.slope[index], self.width[index])
 
     def gradient(self, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the point, the gradient of every margin by its own input, and the logits, as `Setting.gradient`."""

@@ -16,18 +16,18 @@ from toolkit.adversarial.networks import Normalize
 from toolkit.blocks import no_graph
 
 __all__ = [
+    "AFFINE",
+    "RESHAPING",
     "Affine",
     "affine_chain",
     "check_logits",
-    "is_affine",
-    "is_reshaping",
     "plain_layers",
     "roundings_of",
     "run_affine",
     "run_sizes",
 ]
 
-_AFFINE = (
+AFFINE = (
     nn.Linear,
     nn.Conv1d,
     nn.Conv2d,
@@ -37,7 +37,7 @@ _AFFINE = (
     nn.AdaptiveAvgPool2d,
     Normalize,
 )
-_RESHAPING = (nn.Flatten, nn.Unflatten)
+RESHAPING = (nn.Flatten, nn.Unflatten)
 _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)  # in evaluation mode
 _MONOTONE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn.MaxPool1d, nn.MaxPool2d)
 
@@ -77,8 +77,8 @@ def plain_layers(model: nn.Module, activations: tuple[type[nn.Module], ...] = _M
         raise TypeError(f"`model` should be a torch.nn.Sequential. Found {type(model).__name__}.")
     layers = list(_flat(model))
     for layer in layers:
-        if type(layer) not in _AFFINE + _RESHAPING + activations:
-            known = ", ".join(kind.__name__ for kind in _AFFINE + _RESHAPING + _NOTHING + activations)
+        if type(layer) not in AFFINE + RESHAPING + activations:
+            known = ", ".join(kind.__name__ for kind in AFFINE + RESHAPING + _NOTHING + activations)
             raise TypeError(
                 f"`model` should be a torch.nn.Sequential of {known} and Sequential. Found {type(layer).__name__}."
             )
@@ -108,16 +108,6 @@ def _flat(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-def is_affine(layer: nn.Module) -> bool:
-    """Return whether a layer is ``z -> W z + b``."""
-    return type(layer) in _AFFINE
-
-
-def is_reshaping(layer: nn.Module) -> bool:
-    """Return whether a layer only changes the shape."""
-    return type(layer) in _RESHAPING
-
-
 def run_affine(
     layer: nn.Module,
     input: Tensor,
@@ -128,7 +118,7 @@ def run_affine(
     """Return ``weight(W) input``, plus b unless `shift` is given, in the dtype of `input` and in evaluation mode.
 
     Args:
-        layer: An affine layer, see `is_affine`.
+        layer: An affine layer, of a class in `AFFINE`.
         input: (N, ...).
         shift: The value in place of b. None: the layer's own; zero: no shift.
         weight: Function of W whose result takes the place of W, for example `torch.abs`.
@@ -255,7 +245,7 @@ class _Map(NamedTuple):
 
     def then(self, layer: nn.Module) -> _Map:
         """Return the map followed by an affine or a reshaping layer."""
-        if not is_affine(layer):
+        if type(layer) not in AFFINE:
             columns, offset, column_sizes, offset_size = (layer.forward(part) for part in self[:4])
             return _Map(columns, offset, column_sizes, offset_size, self.terms)
         zero = self.offset.new_zeros(1)

@@ -21,10 +21,10 @@ from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls.box import check_inputs
 from toolkit.adversarial.certificates._farthest import BallAndBox, ball_and_box
 from toolkit.adversarial.certificates._layers import (
+    AFFINE,
+    RESHAPING,
     affine_chain,
     check_logits,
-    is_affine,
-    is_reshaping,
     plain_layers,
     roundings_of,
     run_affine,
@@ -302,7 +302,7 @@ def _through(layers: list[nn.Module], interval: Interval, *, outward: bool = Fal
     """Carry an interval through layers one by one; `outward`, for float64, makes up for rounding."""
     ends = interval
     for layer in layers:
-        if is_affine(layer):
+        if type(layer) in AFFINE:
             ends = _through_affine(layer, ends, outward=outward)
         else:
             # A copy for layers that write into their input: the input may be the caller's, and both ends may be one
@@ -314,7 +314,7 @@ def _through(layers: list[nn.Module], interval: Interval, *, outward: bool = Fal
                 ends = _with_jump(layer, before, ends)
             if outward and isinstance(layer, _ROUNDED):
                 ends = _widened(ends, rounding(0) * (_unit(layer) + _reach(before) + _reach(ends)))
-        if is_reshaping(layer) and len(ends.lower) != len(interval.lower):
+        if type(layer) in RESHAPING and len(ends.lower) != len(interval.lower):
             raise TypeError(f"`model` should keep the samples of a batch apart. Found {layer}.")
     return ends
 

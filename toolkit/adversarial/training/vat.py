@@ -14,7 +14,7 @@ from toolkit._checks import integer, number
 from toolkit._random import own_generator
 from toolkit._tensors import exact_products
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.attacks._setting import ordinary
+from toolkit.adversarial.attacks._setting import check_logits, ordinary
 from toolkit.adversarial.balls import Ball, Bounds, Norm, per_sample
 from toolkit.adversarial.balls.box import check_inputs, draw, features, norm_of, remark_on_width, wide
 from toolkit.adversarial.training._terms import (
@@ -255,10 +255,7 @@ def virtual_divergence(clean: Tensor, moved: Tensor) -> Tensor:
 
 def _differences(logits: Tensor, x: Tensor) -> Tensor:
     """Return the logits of all classes but the most likely one, relative to it, (N, C - 1)."""
-    if logits.dim() != 2 or len(logits) != len(x) or logits.shape[1] < 2:
-        raise ValueError(
-            f"`model` should return logits ({len(x)}, C) with at least two classes. Found {tuple(logits.shape)}."
-        )
+    check_logits(logits, len(x))
     most_likely = logits.argmax(1, keepdim=True)
     others = torch.arange(logits.shape[1] - 1, device=logits.device).expand(len(x), -1)
     others = others + (others >= most_likely)
