@@ -192,7 +192,7 @@ class Search:
         return Planes(point, logits, values, slopes)
 
     def _leads(self, point: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return what to differentiate by, the logits, and the lead of each class over the label, K times (N,)."""
+        """Return the tensor to differentiate by, the logits, and the lead of each class over the label, (N,) each."""
         with torch.enable_grad():
             given, logits = self.attack.slopes_at(point)
             wide_logits = logits.to(wide(logits))

@@ -33,15 +33,8 @@ def random_directions(
     """Return the best of the points of ball and box that are farthest along `draws` random directions.
 
     Where a piecewise linear model is flat, no gradient leads anywhere, but its other pieces often reach the surface of
-    the ball. Every fifth direction is new, and the others are changes of the best one so far.
-
-    Args:
-        model: As in `square`.
-        x: Clean inputs, (N, ...).
-        labels: (N,). None: the model's answers at `x`.
-        draws: Number of directions. Each costs an evaluation of the model.
-        generator: Draws the directions. None: torch's global generator.
-        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
+    the ball. Every fifth direction is new, and the others are changes of the best one so far. Each costs an evaluation
+    of the model. The other arguments are those of `square`.
     """
     generator = own_generator(generator)
     with setting(model, x, labels, **options) as attack:

@@ -34,9 +34,9 @@ def carlini_wagner(
     :math:`\min_{x'} |x' - x|_2^2 + c \max(z_y - \max_{j \ne y} z_j, 0)` at `x'`, by Adam with a rate that falls to
     zero in a straight line. The box is kept by clipping rather than by the paper's tanh, which cannot reach its faces.
     The weight c is searched for every sample; it succeeds if its descent meets an adversarial point. It is multiplied
-    by ten until one succeeds, or halved until one fails, and then is the geometric mean of the last of both. The first
-    is twice the smallest that suffices for the model as linearised at `x`, so nothing depends on the scale of the
-    logits. A sample whose descent made no progress for a third of its steps waits for the next c.
+    by ten until one succeeds, or halved until one fails; then c is the geometric mean of the last success and the last
+    failure. The first c is twice the smallest that suffices for the model as linearised at `x`, so nothing depends on
+    the scale of the logits. A sample whose descent made no progress for a third of its steps waits for the next c.
 
     The nearest adversarial point of all steps and searches is kept, and in the end brought onto the boundary as in
     `deepfool`. Deterministic, and rows do not depend on each other. While the block `EXAMPLE` is open, steps are

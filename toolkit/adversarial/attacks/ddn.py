@@ -33,9 +33,9 @@ def ddn(
 ) -> Tensor:
     """Decouple direction and norm: follow the gradient, and let success set the radius.
 
-    ``d <- d + alpha_t grad / |grad|_2``, brought to the sphere of radius ``r``, where r is multiplied by
-    ``1 - shrinkage`` after a point that is adversarial and by ``1 + shrinkage`` after one that is not; alpha falls to a
-    hundredth on a half cosine. Both lengths start at the distance to the boundary of the model as linearised at `x`
+    Each step is ``d <- d + alpha_t grad / |grad|_2``, projected onto the sphere of radius ``r``. An adversarial point
+    multiplies r by ``1 - shrinkage``, any other point by ``1 + shrinkage``; alpha falls to a hundredth on a half
+    cosine. Both lengths start at the distance to the boundary of the model as linearised at `x`
     (the paper starts at 1), so that nothing depends on the scale of inputs or logits. The gradient is taken of
     `margin_loss`: it has the direction of the cross entropy's gradient and does not vanish. In the end examples are
     brought onto the boundary as in `deepfool`.

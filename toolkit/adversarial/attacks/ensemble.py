@@ -286,19 +286,9 @@ def robustness_curve(
 ) -> dict[float, float]:
     """Return the robust accuracy for each of several radii, which never rises with the radius.
 
-    The radii are tried from the smallest on. A row that is broken is broken for every larger radius, by the same
-    example, so each attack is run on the rows that are left.
-
-    Args:
-        model: As in `evaluate_robustness`, and so are the other arguments.
-        x: Clean inputs, (N, ...).
-        labels: (N,). None: the model's answers at `x`.
-        epsilons: Radii, in any order.
-        attacks: Name to attack.
-        batch_size: Rows at once.
-        generator: As in `evaluate_robustness`.
-        logits: As in `CommonOptions`.
-        **fields: The fields of the ball other than `epsilon`.
+    The radii, `epsilons` in any order, are tried from the smallest on. A row that is broken is broken for every larger
+    radius, by the same example, so each attack is run on the rows that are left. The other arguments are those of
+    `evaluate_robustness`.
 
     Returns:
         Radius to robust accuracy, from 0 to 1, in the order of `epsilons`.

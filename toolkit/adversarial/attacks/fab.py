@@ -104,7 +104,7 @@ def fab(
 
 
 def _beats(rival: Tensor) -> Loss:
-    """Return the loss by how much a class beats the label."""
+    """Return the loss ``z_rival - z_label``."""
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits = logits.to(wide(logits))

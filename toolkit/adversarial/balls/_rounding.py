@@ -11,12 +11,7 @@ __all__ = ["add_inward", "follow", "is_positive", "laid_out_as", "round_inward",
 
 
 def add_inward(x: Tensor, displacement: Tensor) -> Tensor:
-    """Return ``x + displacement``, rounded towards x: never farther from x than the exact sum.
-
-    Args:
-        x: Start, of any floating-point dtype.
-        displacement: Displacement, of the same dtype, broadcast to `x`.
-    """
+    """Return ``x + displacement``, rounded towards x: never farther from x than the exact sum. Both have one dtype."""
     total = x + displacement
     # Knuth's two-sum (The Art of Computer Programming 2, section 4.2.2, theorem B): total + error is the exact sum.
     virtual = total - x

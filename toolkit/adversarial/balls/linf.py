@@ -20,7 +20,7 @@ __all__ = ["LinfBall"]
 
 @dataclass(frozen=True)
 class LinfBall(Region):
-    """``{x + d : |d_i| <= epsilon, lower <= x_i + d_i <= upper}``; the ends of both are rounded inwards once."""
+    """``{x + d : |d_i| <= epsilon, lower <= x_i + d_i <= upper}``, a box itself, with its ends rounded inwards."""
 
     @classmethod
     def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> LinfBall:

@@ -141,12 +141,7 @@ def run_affine(
 
 
 def run_sizes(layer: nn.Module, input: Tensor) -> Tensor:
-    """Return ``|W| input + |b|``, where ``|b|`` sums the absolute values of the terms of b.
-
-    Args:
-        layer: As in `run_affine`.
-        input: Not negative, (N, ...).
-    """
+    """Return ``|W| input + |b|`` for an input that is not negative; ``|b|`` sums the absolute terms of b."""
     total = run_affine(layer, input, shift=input.new_zeros(1), weight=torch.abs)
     if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | Normalize):
         return total + _scale_and_bias(layer, input)[2].reshape(_channels(input))

@@ -192,7 +192,7 @@ class Program:
 
 
 def _stacked(parts: list[tuple[Array, Array, Array]], width: int) -> tuple[Array, Array, Array]:
-    """Return the rows of all layers in one, with their limits and the sizes of what they are made of."""
+    """Return the rows of all layers as one matrix, with their limits and the sizes of their terms."""
     rows, limits, sizes = zip(*parts, strict=True)
     return np.concatenate(rows).reshape(-1, width), np.concatenate(limits), np.concatenate(sizes)
 

@@ -34,7 +34,7 @@ class Part:
     Attributes:
         x: Inputs, (B, ...).
         labels: Labels, (B,).
-        total: Number of rows of the joined batch, of which rank r has r, r + ranks, r + 2 ranks and so on. None:
+        total: Number of rows of the joined batch; rank r has the rows r, r + ranks, r + 2 ranks and so on. None:
             unknown, because each rank has its own batches.
         ends: The least and the greatest label, of the batch or of all data; empty if the labels were not read.
     """

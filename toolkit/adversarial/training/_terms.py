@@ -1,4 +1,4 @@
-"""Shared parts of training methods: terms of their losses, and the way of examples into them.
+"""Terms that the losses of training methods share, and the examples at which they are taken.
 
 N samples, each of shape (...), C classes.
 """
@@ -51,14 +51,10 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def divergence(clean: Tensor, moved: Tensor) -> Tensor:
     """Return ``KL(softmax(clean) || softmax(moved))`` in nats, (N,).
 
-    With logits z, w taken relative to those of the most likely clean class m, it is
+    With the logits z and w, (N, C), taken relative to those of the most likely clean class m, it is
     ``sum_{j != m} p_j (z_j - w_j) - log(1 + sum_{j != m} e^{z_j}) + log(1 + sum_{j != m} e^{w_j})``.
     So the gradient at m is the sum of the others', which are small but exact, and not ``softmax(w)_m - p_m``, which
     rounds to 0 for a confident model.
-
-    Args:
-        clean: (N, C).
-        moved: (N, C).
     """
     return divergence_from(clean)(moved)
 

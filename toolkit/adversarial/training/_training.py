@@ -85,7 +85,7 @@ class Training(Run[tuple[Part, int]]):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers, asked for anew: a model may put a new tensor in a buffer's place."""
+        """The current parameters and buffers: a model may replace the tensor of a buffer."""
         return dict(named(self.model))
 
     @property

@@ -66,15 +66,7 @@ def mart_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 5.0, att
 
 
 def boosted_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return ``-log p_y - log(1 - max_{k != y} p_k)`` in nats, (N,).
-
-    Args:
-        logits: (N, C), at least two classes.
-        labels: (N,), integers.
-
-    Raises:
-        ValueError: If the shapes are others, or there are fewer than two classes.
-        TypeError: If `labels` are not integers.
+    """Return ``-log p_y - log(1 - max_{k != y} p_k)`` in nats, (N,), for the arguments of `margin_loss`.
 
     References:
         Wang et al., "Improving adversarial robustness requires revisiting misclassified examples", 2020, section 3.

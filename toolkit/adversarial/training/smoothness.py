@@ -149,19 +149,9 @@ def linearity_pgd(
 ) -> Tensor:
     """Search for the point of the ball at which the cross entropy is farthest from its tangent at `x`.
 
-    Projected gradient ascent of ``|l(x + d) - l(x) - d . grad l(x)|``.
-
-    Args:
-        model: As in `pgd`, and so are the other arguments.
-        x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
-        steps: Number of gradient steps.
-        step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``.
-        random_start: Start at points drawn uniformly from the ball. Else the start is a thousandth of epsilon up the
-            label's margin, because at `x` itself there is no slope; the attack is then deterministic, its rows
-            independent. None: if there is a `generator`.
-        generator: Draws the starts, if they are random. None: torch's global generator.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+    Projected gradient ascent of ``|l(x + d) - l(x) - d . grad l(x)|``, with the arguments of `pgd`. A start that is not
+    random is a thousandth of epsilon up the label's margin, because at `x` itself there is no slope; the attack is then
+    deterministic, and its rows do not depend on each other.
 
     Returns:
         Adversarial examples like `x`, inside of ball and box; a constant while the block `EXAMPLE` is in place.

@@ -116,10 +116,6 @@ def divergence_from_clean(model: Model, x: Tensor) -> Loss:
     The clean distribution is computed once, in evaluation mode, and not once in every step of the attack. It is a
     constant while the block `EXAMPLE` is in place.
 
-    Args:
-        model: Inputs (N, ...) to logits (N, C).
-        x: Clean inputs, (N, ...).
-
     Returns:
         A loss for attacks that keep the samples in place: logits (N, C) and labels (N,), which do not matter, to (N,).
     """
@@ -149,19 +145,7 @@ def nearby_pgd(
 
     A random start is ``x + start * n``, n standard normal, as in TRADES. Any other start is one step of length `start`
     up the slope of the label's margin, so that the attack is deterministic and its rows do not depend on each other.
-
-    Args:
-        model: As in `pgd`, and so are the other arguments.
-        x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
-        steps: Number of gradient steps.
-        step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``.
-        start: Distance of the start from `x`, in the units of `x`: the standard deviation of the noise, or the length
-            of the first step in the norm.
-        loss: Logits and labels to the losses (N,) to be raised. None: `margin_loss`.
-        random_start: Whether the start is random. None: if there is a `generator`.
-        generator: Draws the start, if it is random. None: torch's global generator.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+    The length `start` is in the units of `x`. The other arguments are those of `pgd`.
 
     Returns:
         Adversarial examples like `x`, inside of ball and box; a constant while the block `EXAMPLE` is in place.

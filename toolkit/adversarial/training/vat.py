@@ -244,12 +244,7 @@ def vat_loss(
 
 
 def virtual_divergence(clean: Tensor, moved: Tensor) -> Tensor:
-    """Return ``KL(p(x) || p(x + r))`` in nats, (N,), with the clean side held by the block `VIRTUAL_CLEAN`.
-
-    Args:
-        clean: Logits at x, (N, C).
-        moved: Logits at x + r, (N, C).
-    """
+    """Return `divergence` of logits at x and x + r, with the clean side held by the block `VIRTUAL_CLEAN`."""
     return divergence(stop_gradient(clean, VIRTUAL_CLEAN), moved)
 
 
