@@ -513,7 +513,8 @@ def test_model_without_a_gradient_is_left_to_queries(batch: tuple[Tensor, Tensor
     weight = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
     opaque = lambda x: x.detach() @ weight  # noqa: E731
     labels = opaque(x).argmax(1)
-    found = evaluate_robustness(opaque, x, labels, epsilon=0.5)
+    with pytest.warns(UserWarning, match="may be too high: linearised, multi-target, "):
+        found = evaluate_robustness(opaque, x, labels, epsilon=0.5)
     assert set(found.skipped) == set(found.broken) - {"random directions", "Square"}
     assert found.broken["random directions"] > 0
     queried = evaluate_robustness(opaque, x, labels, epsilon=0.5, attacks={"Square": square})
@@ -539,6 +540,14 @@ def test_bounds_and_directions_keep_their_digits_under_autocast(call, batch: tup
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = call(model, x)
     assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
+def test_model_made_in_inference_mode_is_refused_or_copied(batch: tuple[Tensor, Tensor]) -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+    with pytest.raises(RuntimeError, match=r"Found tensors that were made in `torch\.inference_mode`: copy the model"):
+        pgd(model, *batch, epsilon=0.1)
+    assert pgd(copy.deepcopy(model), *batch, epsilon=0.1).shape == batch[0].shape
 
 
 WIDE = {

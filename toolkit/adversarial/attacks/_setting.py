@@ -51,11 +51,8 @@ EXAMPLE = block(
 class NoGradientError(RuntimeError):
     """A model cannot be differentiated by its input."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "`model` should be differentiable by its input. Found logits that, for autograd, do not depend on it. "
-            "`square` needs no gradient."
-        )
+    def __init__(self, found: str = "logits that, for autograd, do not depend on it") -> None:
+        super().__init__(f"`model` should be differentiable by its input. Found {found}. `square` needs no gradient.")
 
 
 @dataclass(frozen=True)
@@ -312,6 +309,8 @@ def at_a_copy(model: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor,
         try:
             return leaf, model(leaf)
         except RuntimeError as error:
+            if "Inference tensors cannot be saved for backward" in str(error):
+                raise NoGradientError("tensors that were made in `torch.inference_mode`: copy the model") from error
             if "leaf Variable that requires grad is being used in an in-place" not in str(error):
                 raise
     return point, model(point.clone())

@@ -25,6 +25,7 @@ from toolkit._checks import integer, level, number
 from toolkit._progress import Progress
 from toolkit._random import seeded_generator
 from toolkit._tensors import tensors
+from toolkit.adversarial._warnings import warn
 from toolkit.adversarial.attacks._random_directions import random_directions
 from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Pick, Setting, setting, untargeted
 from toolkit.adversarial.attacks._suitability import warn_of_unsuited_models
@@ -168,9 +169,10 @@ def evaluate_robustness(
         ValueError: As in `pgd`, or if `batch_size` is not positive.
 
     Warns:
-        UserWarning: If the ball is as wide as the box, as with an epsilon of 8 for pixels between 0 and 1; or if the
-            model is random, depends on the batch, has no gradient at some inputs, or returns probabilities. The mean
-            answer of a random model can be attacked: `EOT`.
+        UserWarning: If the ball is as wide as the box, as with an epsilon of 8 for pixels between 0 and 1; if attacks
+            could not be run, because the model has no gradient by its input; or if the model is random, depends on the
+            batch, has no gradient at some inputs, or returns probabilities. The mean answer of a random model can be
+            attacked: `EOT`.
 
     References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
@@ -217,6 +219,11 @@ def evaluate_robustness(
                 broken[name] = broken.get(name, 0) + count
                 seconds[name] = seconds.get(name, 0.0) + spent
                 progress.say(f"{name}: {count} broken, {int(part.robust.sum())} left", spent)
+        if skipped:
+            warn(
+                "`model` should be differentiable by its input. Found that it is not, so that these attacks could not "
+                f"be run, and the robust accuracy may be too high: {', '.join(skipped)}."
+            )
         return Evaluation(
             correct=torch.cat([part.correct for part in parts]),
             robust=torch.cat([part.robust for part in parts]),
