@@ -67,8 +67,7 @@ class _Matrices(Structure):
         return factor.flip((-1, -2)), symmetric & (failed == 0)
 
     def log_determinants(self, factor: Tensor, n_features: int) -> Tensor:
-        of = library(factor)
-        found: Tensor = of.log(of.linalg.diagonal(factor)).sum(-1)
+        found: Tensor = library(factor).log(factor.diagonal(0, -2, -1)).sum(-1)
         return found
 
     def whiten(self, factor: Tensor, differences: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ class _Matrices(Structure):
 
     def pack(self, factor: Tensor) -> Tensor:
         of, (rows, columns) = library(factor), _indices(_above_diagonal, factor.shape[-1], factor)
-        packed: Tensor = of.concatenate([of.log(of.linalg.diagonal(factor)), factor[..., rows, columns]], -1)
+        packed: Tensor = of.concatenate([of.log(factor.diagonal(0, -2, -1)), factor[..., rows, columns]], -1)
         return packed
 
     def unpack(self, coordinates: Tensor, n_features: int) -> Tensor:
@@ -237,11 +236,15 @@ def _factor_of_array(covariances: Any) -> Any:
         lower = np.linalg.cholesky(covariances)
     except np.linalg.LinAlgError:
         return None
-    scales, size = np.linalg.diagonal(lower), lower.shape[-1]
-    if not (scales * scales > size * np.finfo(lower.dtype).eps * np.linalg.diagonal(covariances)).all():
+    scales, size = lower.diagonal(0, -2, -1), lower.shape[-1]
+    if not (scales * scales > size * np.finfo(lower.dtype).eps * covariances.diagonal(0, -2, -1)).all():
         return None
-    identity = torch.eye(size, dtype=torch.float64, device="cpu")
-    return torch.linalg.solve_triangular(torch.from_numpy(lower), identity, upper=False).numpy().mT
+    return torch.linalg.solve_triangular(torch.from_numpy(lower), _identity(size), upper=False).numpy().mT
+
+
+@functools.lru_cache(maxsize=64)
+def _identity(size: int) -> Tensor:
+    return torch.eye(size, dtype=torch.float64, device="cpu")
 
 
 FULL = _Full()

@@ -291,7 +291,7 @@ class Model(ABC):
         """Return the best covariances (see `covariances_from_scatter`), and the mask of sound ones, (..., G).
 
         Leading dimensions are batches. Components of count 0 are absent: their scatter is 0, they count as sound, and
-        what is their own is 0, or the identity.
+        their own parameters are 0 or the identity.
         """
 
 

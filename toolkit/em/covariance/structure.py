@@ -267,7 +267,12 @@ def soft_counts(sums: Tensor) -> Tensor:
 
     The bound is rounding of their total, at most of 1: sample weights may be tiny.
     """
-    return sums.clip(min=library(sums).finfo(sums.dtype).eps * sums.sum().clip(max=1))
+    of = library(sums)
+    least = of.finfo(sums.dtype).eps
+    if of is np:  # `clip` takes three times as long
+        bounded: Tensor = np.maximum(sums, least * min(sums.sum(), 1.0))
+        return bounded
+    return sums.clip(min=least * sums.sum().clip(max=1))
 
 
 def identity_like(matrices: Tensor) -> Tensor:
@@ -284,7 +289,7 @@ def raise_if_singular(sound: Tensor, name: str = "covariances", restricted: str 
 
 
 def singular(sound: Tensor, name: str, restricted: str) -> str:
-    """Return the error of covariances of which some are not sound, () or (K,)."""
+    """Return the text of the error, given the mask of sound covariances, () or (K,)."""
     components = "" if sound.ndim == 0 else f" of component {', '.join(map(str, (~sound).nonzero().ravel().tolist()))}"
     return (
         f"`{name}` should be positive definite. Found a singular one{components}: too few distinct samples, or "
