@@ -13,10 +13,11 @@ import scipy.stats
 import torch
 from sklearn import datasets
 from sklearn.decomposition import PCA, FactorAnalysis
+from test_em_families import normal
 from torch import Tensor
 from torch import distributions as dist
 from torch.overrides import TorchFunctionMode
-from values import seeded
+from values import doubles, seeded
 
 from toolkit.em import GaussianParameters, e_step, from_unconstrained, log_density, log_likelihood, m_step, surrogate
 from toolkit.em.models import (
@@ -35,14 +36,6 @@ F64 = torch.float64
 NAN, INF = math.nan, math.inf
 
 
-def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, generator=seeded(seed), dtype=F64)
-
-
-def weights(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=F64)
-
-
 # --- binary features -------------------------------------------------------------------------------------------------
 
 BITS = torch.tensor(list(itertools.product((0.0, 1.0), repeat=3)), dtype=F64)
@@ -50,12 +43,12 @@ CERTAIN = torch.tensor([[0.0, 0.3, 1.0], [0.6, 1.0, 0.2]], dtype=F64)
 
 
 def certain_bernoulli() -> BernoulliMixture:
-    return BernoulliMixture.from_probabilities(weights=weights(0.3, 0.7), probabilities=CERTAIN)
+    return BernoulliMixture.from_probabilities(weights=doubles(0.3, 0.7), probabilities=CERTAIN)
 
 
 def test_bernoulli_probabilities_of_zero_and_one_are_exact():
     mixture = certain_bernoulli()
-    expected = torch.where(BITS[:, None] == 1, CERTAIN, 1 - CERTAIN).prod(-1) * weights(0.3, 0.7)
+    expected = torch.where(BITS[:, None] == 1, CERTAIN, 1 - CERTAIN).prod(-1) * doubles(0.3, 0.7)
     assert torch.allclose(mixture.log_joint(BITS).exp(), expected, rtol=1e-14, atol=0)
     assert torch.isclose(log_density(mixture, BITS).exp().sum(), torch.ones((), dtype=F64))
     assert torch.equal(mixture.probabilities == 0, CERTAIN == 0)
@@ -90,7 +83,7 @@ def test_constant_features_are_fitted_exactly():
 
 
 def test_what_was_not_observed_is_summed_over():
-    mixture = BernoulliMixture(log_weights=weights(0.2, 0.8).log(), logits=normal(2, 3, seed=1))
+    mixture = BernoulliMixture(log_weights=doubles(0.2, 0.8).log(), logits=normal(2, 3, seed=1))
     x = torch.tensor([[1.0, NAN, 0.0], [NAN, NAN, 1.0], [NAN, NAN, NAN]], dtype=F64)
     for row in x:
         fits = BITS[((row == BITS) | row.isnan()).all(1)]
@@ -131,7 +124,7 @@ def both_roads(mixture: PoissonMixture, x: Tensor, monkeypatch: pytest.MonkeyPat
 
 def test_poisson_by_products_is_poisson_by_deviances(monkeypatch):
     rates = torch.tensor([[0.0, 2.5, 1e-9], [3.0, 0.0, 80.0]], dtype=F64)
-    mixture = PoissonMixture.from_rates(weights=weights(0.3, 0.7), rates=rates)
+    mixture = PoissonMixture.from_rates(weights=doubles(0.3, 0.7), rates=rates)
     x = torch.tensor([[0, 2, 0], [3, 0, 75], [1, 1, 1], [0, 0, 40], [0, NAN, 33], [NAN, NAN, NAN]], dtype=F64)
     product, deviance = both_roads(mixture, x, monkeypatch)
     assert torch.allclose(product, deviance, rtol=1e-13)
@@ -144,7 +137,7 @@ def test_poisson_by_products_is_poisson_by_deviances(monkeypatch):
 @pytest.mark.parametrize("ratio", [1e-8, 0.3, 0.49, 0.51, 0.999999, 1.0, 1.0001, 2.0, 1e5])
 def test_poisson_of_large_counts_keeps_its_digits(count, ratio):
     rate = max(count, 1) * ratio
-    mixture = PoissonMixture.from_rates(weights=weights(1.0), rates=torch.tensor([[rate]], dtype=F64))
+    mixture = PoissonMixture.from_rates(weights=doubles(1.0), rates=torch.tensor([[rate]], dtype=F64))
     found = torch.vmap(mixture.log_joint)(torch.tensor([[[count]]], dtype=F64)).item()  # always by deviances
     with mpmath.workdps(40):
         log_rate = mpmath.mpf(mixture.log_rates.item())  # what the mixture stores, rounded
@@ -181,7 +174,7 @@ def test_poisson_gradient_is_finite_at_rate_zero(monkeypatch):
     for largest in (INF, -1.0):
         monkeypatch.setattr(poisson, "_LARGEST_COUNT", {F64: largest})
         log_rates = torch.tensor([[-INF, 0.7], [0.3, 0.1]], dtype=F64, requires_grad=True)
-        mixture = PoissonMixture(log_weights=weights(0.5, 0.5).log(), log_rates=log_rates)
+        mixture = PoissonMixture(log_weights=doubles(0.5, 0.5).log(), log_rates=log_rates)
         slopes += torch.autograd.grad(surrogate(mixture, x), log_rates)
     assert slopes[0].isfinite().all()
     assert torch.allclose(slopes[0], slopes[1], rtol=1e-12)
@@ -194,7 +187,7 @@ def test_poisson_gradient_is_finite_at_rate_zero(monkeypatch):
 def three_features() -> CategoricalMixture:
     tables = [normal(2, size, seed=size).softmax(1) for size in (3, 2, 4)]
     tables[2] = torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.1, 0.2, 0.3, 0.4]], dtype=F64)
-    return CategoricalMixture.from_probabilities(weights=weights(0.4, 0.6), probabilities=tables)
+    return CategoricalMixture.from_probabilities(weights=doubles(0.4, 0.6), probabilities=tables)
 
 
 def test_categorical_is_its_table():
@@ -215,7 +208,7 @@ def test_categorical_is_its_table():
 
 def test_two_categories_are_bernoulli():
     x = (normal(60, 4, seed=1) > torch.tensor([0.0, 0.5, -0.5, 1.0])).to(F64)
-    bernoulli = BernoulliMixture(log_weights=weights(0.3, 0.7).log(), logits=normal(2, 4, seed=2), pseudo_count=0.5)
+    bernoulli = BernoulliMixture(log_weights=doubles(0.3, 0.7).log(), logits=normal(2, 4, seed=2), pseudo_count=0.5)
     p = bernoulli.probabilities
     categorical = CategoricalMixture.from_probabilities(
         weights=bernoulli.weights, probabilities=[torch.stack([1 - q, q], 1) for q in p.mT], pseudo_count=0.5
@@ -292,7 +285,7 @@ def t_mixture(kind: str, degrees: tuple[float, ...] = (3.5, 40.0), **options: ob
     factor = normal(2, 3, 3, seed=1)
     scatters = factor @ factor.mT + torch.eye(3, dtype=F64)
     return StudentMixture.from_scatters(
-        weights=weights(0.3, 0.7),
+        weights=doubles(0.3, 0.7),
         means=normal(2, 3, seed=2),
         scatters=scatters if kind == "full" else scatters.diagonal(dim1=1, dim2=2),
         degrees_of_freedom=torch.tensor(degrees, dtype=F64),
@@ -592,7 +585,7 @@ SCIPY = {
 def of_kind(kind: str) -> DistributionMixture:
     build, _, (a, b) = KINDS[kind]
     parameters = {"a": torch.tensor(a, dtype=F64), "b": torch.tensor(b, dtype=F64)}
-    return DistributionMixture(log_weights=weights(0.4, 0.6).log(), parameters=parameters, build=build)
+    return DistributionMixture(log_weights=doubles(0.4, 0.6).log(), parameters=parameters, build=build)
 
 
 every_distribution = pytest.mark.parametrize("kind", KINDS)
@@ -682,7 +675,7 @@ def test_gaussians_by_gradient_are_gaussians_in_closed_form():
         return dist.MultivariateNormal(p["mean"], scale_tril=tril)
 
     start = {"mean": normal(2, 2, seed=3), "log_diagonal": normal(2, 2, seed=4), "corner": normal(2, seed=5)}
-    mixture = DistributionMixture(log_weights=weights(0.5, 0.5).log(), parameters=start, build=build, max_steps=300)
+    mixture = DistributionMixture(log_weights=doubles(0.5, 0.5).log(), parameters=start, build=build, max_steps=300)
     found = mixture.m_step(x, r)
     assert torch.allclose(found.parameters["mean"], expected.means, atol=1e-6)
     assert torch.allclose(found.distribution.covariance_matrix, expected.covariances, atol=1e-6)
@@ -830,11 +823,11 @@ def test_distributions_refuse_what_is_not_in_their_support():
         ),
         (lambda: dataclasses.replace(certain_bernoulli(), pseudo_count=-1.0), "`pseudo_count` should be finite"),
         (
-            lambda: BernoulliMixture.from_probabilities(weights=weights(1.0), probabilities=torch.tensor([[1.5]])),
+            lambda: BernoulliMixture.from_probabilities(weights=doubles(1.0), probabilities=torch.tensor([[1.5]])),
             "`probabilities` should be from 0 to 1. Found [[1.5]].",
         ),
         (
-            lambda: PoissonMixture.from_rates(weights=weights(1.0), rates=torch.tensor([[-1.0]])),
+            lambda: PoissonMixture.from_rates(weights=doubles(1.0), rates=torch.tensor([[-1.0]])),
             "`rates` should be finite and not negative. Found [[-1.0]].",
         ),
         (
@@ -849,7 +842,7 @@ def test_distributions_refuse_what_is_not_in_their_support():
         ),
         (
             lambda: CategoricalMixture.from_probabilities(
-                weights=weights(1.0), probabilities=[torch.tensor([[0.5, 0.6]])]
+                weights=doubles(1.0), probabilities=[torch.tensor([[0.5, 0.6]])]
             ),
             "`probabilities` should not be negative, and sum to 1.",
         ),

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from test_em_acceleration import first_of
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 from values import seeded
@@ -18,7 +19,6 @@ from toolkit.em import (
     e_step,
     from_unconstrained,
     log_likelihood,
-    start,
     surrogate,
     to_unconstrained,
 )
@@ -31,10 +31,6 @@ F64 = torch.float64
 
 def standardised(x: Tensor) -> Tensor:
     return (x - x.mean(0)) / x.std(0)
-
-
-def first_of(x: Tensor, k: int, kind: str = "full") -> GaussianParameters:
-    return start(x, k, covariance_type=kind, generator=seeded())
 
 
 def overlapping(n: int = 400, seed: int = 1) -> Tensor:

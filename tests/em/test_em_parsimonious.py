@@ -10,7 +10,7 @@ import pytest
 import torch
 from contract import BlockCase, relative_error
 from scipy.optimize import minimize
-from test_em import samples
+from test_em import gradient_of, samples
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 from torch.func import grad, jacrev, vmap
@@ -93,11 +93,6 @@ def mixture(model: str, k: int = 3, d: int = 3, seed: int = 1) -> ParsimoniousPa
 
 def leaves_of(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone().requires_grad_() for name, value in values.items()}
-
-
-def gradient_of(function: Callable[[Mapping[str, Tensor]], Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    values = leaves_of(leaves)
-    return dict(zip(values, torch.autograd.grad(function(values), list(values.values())), strict=True))
 
 
 # --- witnesses: the decomposition as it is on paper, in torch.distributions ------------------------------------------

@@ -105,8 +105,8 @@ def fit(
         accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``: see `climb`.
         cache: Whether a second copy of the data is kept, in the order in which a pass reads them. If not, each pass
             reorders them again, chunk by chunk, and memory is bounded.
-        group: Ranks of `torch.distributed`, each of which calls this function with its own part of the samples, which
-            may be none. Sufficient statistics are summed over the ranks, once in each step. The first rank alone
+        group: A process group of `torch.distributed`. Each rank calls this function with its own part of the samples,
+            possibly empty. Sufficient statistics are summed over the ranks, once in each step. The first rank alone
             decides, so that all ranks get the same result, bit for bit, on any processors.
         callback: Called after each evaluation with the number of evaluations and the log-likelihood, on the first rank.
         generator: Randomness of the start. None is torch's global generator.

@@ -144,7 +144,7 @@ def heats(
         reg_covar: Added to every variance.
 
     Returns:
-        The results to go on from, the highest likelihood first, then those that became singular. None if all did.
+        The results to follow: by likelihood, the highest first, then the singular ones. Empty if all became singular.
     """
     plain = options.accelerate == "none"
     mixtures, values, steps, converged = climb_starts(

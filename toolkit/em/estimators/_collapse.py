@@ -1,4 +1,4 @@
-"""Finds degenerate components: those that have shrunk onto too few samples, where the likelihood has no bound.
+"""Finds degenerate components: they have shrunk onto too few samples, and their likelihood has no bound.
 
 D features, K components.
 """

@@ -175,8 +175,8 @@ class GaussianMixture(BaseMixture):
         history_: Log-likelihood at the start and after each step that was taken, (n,). It never falls. With several
             starts it begins where the others were dropped.
         lower_bounds_: `history_` without the start, as a list.
-        collapsed_: Indices of the degenerate components: those that only `reg_covar` keeps from being singular, or that
-            have no sample left. A `CollapseWarning` names them.
+        collapsed_: Indices of the degenerate components, which are empty or would be singular without `reg_covar`. A
+            `CollapseWarning` names them.
         n_features_in_: D.
         feature_names_in_: (D,), if the samples came with names.
 
@@ -567,7 +567,7 @@ class GaussianMixture(BaseMixture):
     def _climb(
         self, engine: Engine, starts: list[GaussianParameters], progress: Progress
     ) -> tuple[list[Climb[Any]], int]:
-        """Return the fits from the starts, or from the best of them, and the number of those that became singular."""
+        """Return the fits from all starts or from the best ones, and the number of fits that became singular."""
         options = ClimbOptions(
             accelerate=self.accelerate,
             tol=float(self.tol),

@@ -145,7 +145,7 @@ def search(
     sample_weight: Tensor | None,
     narrowest: float = 0.0,
 ) -> Iterator[Search]:
-    """Fit each cell from the best of its starts after a short run, except those that are singular or refused.
+    """Fit each cell from its best starts after a short run; singular and refused fits make room for the next start.
 
     Args:
         x: (N, D).
