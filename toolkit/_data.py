@@ -104,11 +104,10 @@ def read(
     from sklearn.utils.validation import validate_data
 
     if isinstance(x, np.ma.MaskedArray):
-        hidden = np.ma.getmaskarray(x)
+        hidden, x = np.ma.getmaskarray(x), np.ma.getdata(x)
         if hidden.any() and not missing:
             raise ValueError(f"`X` should have no masked values. Found {hidden.sum()}.{hint}")
-        nan = x.dtype.type(np.nan) if x.dtype.kind == "f" else np.nan
-        x = np.where(hidden, nan, np.asarray(x)) if missing else np.asarray(x)
+        x = np.where(hidden, x.dtype.type(np.nan) if x.dtype.kind == "f" else np.nan, x) if missing else x
     if not isinstance(x, Tensor):
         finite = "allow-nan" if missing else True
         types = [np.float64, np.float32]
