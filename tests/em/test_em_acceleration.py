@@ -15,9 +15,12 @@ from values import seeded
 from toolkit import datasets
 from toolkit.em import (
     COVARIANCE_TYPES,
+    GaussianHMM,
     GaussianParameters,
     em_step,
     fit,
+    fit_family,
+    fit_missing,
     from_unconstrained,
     log_likelihood,
     start,
@@ -28,7 +31,7 @@ from toolkit.em.engine.fit import _best_of, climb_prepared
 from toolkit.em.engine.restarts import Mixtures, climb_starts
 from toolkit.em.engine.rounding import leaders
 from toolkit.em.engine.samples import prepare
-from toolkit.em.models import PoissonMixture
+from toolkit.em.models import PoissonMixture, StudentMixture
 
 F64 = torch.float64
 METHODS = ["none", "squarem", "anderson"]
@@ -592,3 +595,36 @@ def test_where_extrapolation_does_not_pay_a_fit_ends_as_soon_as_plain_em(method,
     assert found.converged
     assert found.n_iter <= plain.n_iter + 2  # a jump that is not taken counts, and two gains are compared
     assert found.log_likelihood > gaussian(x, first, tol=0).log_likelihood - 1e-8
+
+
+def near_a_point(seed: int) -> Tensor:
+    """Draw two clusters, and a third that is one point: its variance is `reg_covar` alone."""
+    g = seeded(seed)
+    normal = [torch.randn(20, 2, generator=g, dtype=F64) for _ in range(2)]
+    return torch.cat([torch.zeros(20, 2, dtype=F64), 5 + normal[0], 2 + 2 * normal[1]])
+
+
+REGULARISED = {
+    "mixture": lambda x, kind, seed: fit(x, 3, covariance_type=kind, generator=seeded(seed)).parameters.covariances,
+    "missing": lambda x, kind, seed: (
+        fit_missing(
+            torch.cat([x, torch.tensor([[3.0, torch.nan]], dtype=F64)]), 3, covariance_type=kind, generator=seeded(seed)
+        ).parameters.covariances
+    ),
+    "student": lambda x, kind, seed: (
+        fit_family(
+            StudentMixture, x, 3, covariance_type=kind, degrees_of_freedom=30.0, generator=seeded(seed)
+        ).parameters.scatters
+    ),
+    "hmm": lambda x, kind, seed: torch.from_numpy(GaussianHMM(3, kind, random_state=seed).fit(x.numpy()).covars_),
+}
+
+
+@pytest.mark.parametrize("name", REGULARISED)
+@pytest.mark.parametrize("kind", ["full", "diag"])
+def test_no_jump_leads_to_a_variance_below_reg_covar(name, kind):
+    """A step adds `reg_covar`; a jump beyond it would have a higher likelihood, of a component that is a point."""
+    for seed in range(8):
+        found = REGULARISED[name](near_a_point(seed), kind, seed)
+        variances = torch.linalg.eigvalsh(found) if kind == "full" else found
+        assert float(variances.min()) >= 1e-6 * (1 - 1e-5), seed

@@ -28,6 +28,8 @@ from toolkit.em import (
     CovarianceType,
     GaussianParameters,
     e_step,
+    em_step_missing,
+    fit,
     from_unconstrained,
     log_likelihood,
     m_step,
@@ -395,3 +397,11 @@ def test_in_single_precision(kind):
     assert math.isclose(single.log_density(there.to(torch.float32)), belief.log_density(there), rel_tol=1e-5)
     assert single.log_density(there).dtype == F64
     assert belief.log_density(there.to(torch.float32)).dtype == F64
+
+
+@every_type
+def test_reg_covar_is_added_to_a_mode_of_incomplete_samples_too(kind):
+    x, belief, first = samples(), prior(kind), mixture(kind)
+    expected = fit(x, 3, covariance_type=kind, init=first, prior=belief, reg_covar=0.3, accelerate="none", max_iter=1)
+    found, _ = em_step_missing(first, x, prior=belief, reg_covar=0.3)
+    torch.testing.assert_close(found.covariances, expected.parameters.covariances)

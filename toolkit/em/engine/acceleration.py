@@ -352,7 +352,8 @@ def maximise_posterior(
             value += float(mean * share.sum()) if bool(share.any()) else 0.0
         return mixture.m_step(x, torch.cat(responsibilities)), value
 
-    return climb_family(em, start, options, rounding=ROUNDING.get(x.dtype, ROUNDING[torch.float64]))
+    rounding = ROUNDING.get(x.dtype, ROUNDING[torch.float64])
+    return climb_family(em, start, options, rounding=rounding, check=getattr(type(start), "check_jump", None))
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from toolkit._checks import instance, integer, number
 from toolkit._data import Rows, rows_of, smallest
 from toolkit._random import check_generator
 from toolkit.blocks import no_graph
-from toolkit.em.covariance import CovarianceType, Structure, structure_of
+from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb, climb_family, ranked
-from toolkit.em.engine.checks import check_callback, check_prior
+from toolkit.em.engine.checks import check_callback, check_prior, check_variances
 from toolkit.em.engine.fused import maximise, rounding_error
 from toolkit.em.engine.ranks import led, pass_over_ranks
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
@@ -202,7 +202,6 @@ def climb_prepared(
     # In the coordinates of the pass, `reg_covar` would hide variances that are tiny beside it.
     swallowed = isinstance(ridge, Tensor) and bool(ridge.diagonal().max() > _LARGEST_RIDGE)
     framed = _framed(first.to(torch.float64), data)
-    largest = (1 + 1e-6) / reg_covar if reg_covar > 0 else math.inf
     rounding = ROUNDING[data.dtype]
 
     def finished(found: Climb[Any], there: GaussianParameters) -> Fit:
@@ -215,7 +214,7 @@ def climb_prepared(
 
         def unpack(position: Tensor) -> SmallMixture:
             there = origin.unpack(position)
-            _check_variances(there.factor if unscale is None else unscale @ there.factor, structure, largest)
+            check_variances(there.factor if unscale is None else unscale @ there.factor, structure, reg_covar)
             return there
 
         def small_em(there: SmallMixture) -> tuple[SmallMixture, float]:
@@ -249,15 +248,9 @@ def climb_prepared(
         options,
         rounding=rounding,
         error=lambda there: rounding_error(there, pass_data),
-        check=lambda there: _check_variances(data.factor_from_frame(there.precisions_cholesky), structure, largest),
+        check=lambda there: check_variances(data.factor_from_frame(there.precisions_cholesky), structure, reg_covar),
     )
     return finished(found, found.parameters)
-
-
-def _check_variances(factor: Any, structure: Structure, largest: float) -> None:
-    """Raise a ValueError if a jump leads to a precision above `largest`, the reciprocal of `reg_covar`."""
-    if structure.exceeds(factor, largest):
-        raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
 
 
 def _framed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:

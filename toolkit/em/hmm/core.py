@@ -31,11 +31,13 @@ from torch import Tensor
 
 from toolkit._checks import index, instance, number
 from toolkit.blocks import no_graph, stop_recording
+from toolkit.em.covariance import structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb
+from toolkit.em.engine.checks import check_variances
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING
 from toolkit.em.engine.seeding import device_of
-from toolkit.em.hmm._emissions import draw
+from toolkit.em.hmm._emissions import GaussianEmissions, draw
 from toolkit.em.hmm._engine import Engine
 from toolkit.em.hmm._logarithms import smooth, sums_over_paths
 from toolkit.em.hmm._plan import Plan
@@ -342,7 +344,15 @@ def fit(
         total = (values if weight is None else weight * values).sum() + prior.log_density(parameters)
         return new, float(_per_step(total, lengths, weight))
 
-    pack, unpack = _coordinates(start)
+    pack, at = _coordinates(start)
+
+    def unpack(position: Tensor) -> HMMParameters:
+        there = at(position)
+        if isinstance(there.emissions, GaussianEmissions) and set(update) & set("ec"):
+            structure = structure_of(there.emissions.covariance_type)
+            check_variances(there.emissions.precisions_cholesky, structure, reg_covar)
+        return there
+
     return climb(
         em,
         start,

@@ -28,7 +28,7 @@ from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
-from toolkit.em.engine.checks import check_prior, check_weights
+from toolkit.em.engine.checks import check_prior, check_variances, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds, squared_distances
 from toolkit.em.engine.starts import Init, check_given, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
@@ -290,7 +290,7 @@ def fit_missing(
     n_components, n_init = integer("n_components", n_components, 1, len(x)), integer("n_init", n_init)
     reg_covar = number("reg_covar", reg_covar, least=0)
     check_prior(prior)
-    structure_of(covariance_type)
+    structure = structure_of(covariance_type)
     if isinstance(init, GaussianParameters):
         check_given(init, n_components, x.shape[1], covariance_type)
     data = Incomplete.of(x.double(), sample_weight, n_components)
@@ -298,6 +298,9 @@ def fit_missing(
     def objective(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
         after, value = _em_step(parameters, data, reg_covar, prior)
         return after, float(value) + _log_prior(prior, parameters, data)
+
+    def check(there: GaussianParameters) -> None:
+        check_variances(there.precisions_cholesky, structure, reg_covar)
 
     options = ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback)
     fits: list[Climb[GaussianParameters]] = []
@@ -313,7 +316,7 @@ def fit_missing(
                 reg_covar=reg_covar,
                 generator=generator,
             )
-        fits.append(climb_family(objective, first.to(torch.float64), options))
+        fits.append(climb_family(objective, first.to(torch.float64), options, check=check))
     best = ranked(fits, torch.float64)[0]
     log_likelihood = best.log_likelihood - _log_prior(prior, best.parameters, data)
     return dataclasses.replace(best, parameters=best.parameters.to(x.dtype), log_likelihood=log_likelihood)
@@ -547,6 +550,7 @@ def _maximise(
         weights, means, covariances = prior.maximise(
             moments.counts, means, scatter, kind, feature_counts=None if structure.is_matrix else moments.seen
         )
+        covariances = structure.regularise(covariances, reg_covar)
     else:
         covariances = structure.regularise(structure.estimate(scatter, seen), reg_covar)
         if structure is DIAG:
