@@ -28,6 +28,7 @@ from toolkit.gradients.memory import measure_memory
 from toolkit.softmax import (
     SHIFT,
     cross_entropy,
+    linear_cross_entropy,
     log_softmax,
     logsumexp,
     naive_softmax,
@@ -653,8 +654,27 @@ def test_input_is_left_as_it_was():
             ValueError,
             "`reduction` should be one of 'mean', 'sum', 'none'",
         ),
-        (lambda: cross_entropy(batch(), LABELS + 2), RuntimeError, "out of bounds"),
-        (lambda: cross_entropy(batch(), LABELS - 1), RuntimeError, "out of bounds"),
+        (lambda: cross_entropy(batch(), LABELS + 2), RuntimeError, "should be from 0 to 3. Found 4, .*out of bounds"),
+        (lambda: cross_entropy(batch(), LABELS - 1), RuntimeError, "should be from 0 to 3. Found -1, .*out of bounds"),
+        (
+            lambda: cross_entropy(torch.zeros(2, 3, 4), torch.tensor([[0, 1, 2, 7]] * 2), 1, ignore_index=1),
+            RuntimeError,
+            "`labels` should be from 0 to 2. Found 7, which is out of bounds",
+        ),
+        *(
+            (
+                lambda function=function: function(torch.zeros(2, 3, dtype=torch.float8_e4m3fn)),
+                TypeError,
+                "`(input|logits|weight)` should have at least 16 bits a number",
+            )
+            for function in (
+                softmax,
+                log_softmax,
+                logsumexp,
+                lambda logits: cross_entropy(logits, torch.tensor([0, 1])),
+                lambda weight: linear_cross_entropy(torch.ones(1, 3), weight, torch.tensor([0])),
+            )
+        ),
         (lambda: softmax(batch(), 2), IndexError, "`dim` should be from -2 to 1. Found 2, which is out of range"),
         (lambda: softmax(batch(), -3), IndexError, "`dim` should be from -2 to 1. Found -3"),
         (lambda: cross_entropy(batch(), LABELS, 2), IndexError, "out of range"),

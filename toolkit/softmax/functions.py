@@ -38,7 +38,8 @@ C classes along the dimension ``dim``; ``*`` all other dimensions, which are ind
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -351,8 +352,11 @@ def cross_entropy(
     at = labels.long().masked_fill(~kept, 0).unsqueeze(dim)
     if _is_plain():
         losses = bounded(log_sum_in_plain_operations(x, dim), 0) - x.gather(dim, at)
-    else:
+    elif is_compiling():
         losses = cross_entropy_of_rows(x, at, dim)
+    else:
+        with _naming_a_wrong_label(labels, ignored, x.shape[dim]):
+            losses = cross_entropy_of_rows(x, at, dim)
     own = kept.to(losses.dtype)
     if weights is not None:
         own = own * weights.expand(x.shape).gather(dim, at).squeeze(dim)
@@ -413,12 +417,23 @@ def _class_weights(weight: Tensor, logits: Tensor, dim: int) -> Tensor:
 def _label_losses(log_y: Tensor, labels: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
     """Return the losses (N,) of labels (N,) from the log-probabilities (N, C), or their sum or mean."""
     weight = None if weight is None else weight.to(log_y.dtype)
-    try:
+    with _naming_a_wrong_label(labels, ignored, log_y.shape[1]):
         return nll_loss(log_y, labels.long(), weight, ignore_index=ignored, reduction=reduction)
-    except IndexError as error:
-        wrong = next(label for label in labels.tolist() if label != ignored and not 0 <= label < log_y.shape[1])
+
+
+@contextmanager
+def _naming_a_wrong_label(labels: Tensor, ignored: int, n_classes: int) -> Iterator[None]:
+    """Raise a RuntimeError with the first label out of range where torch raises because of one."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if torch._C._are_functorch_transforms_active():  # which hide the values
+            raise
+        wrong = [label for label in labels.flatten().tolist() if label != ignored and not 0 <= label < n_classes]
+        if not wrong:
+            raise
         raise RuntimeError(
-            f"`labels` should be from 0 to {log_y.shape[1] - 1}. Found {wrong}, which is out of bounds."
+            f"`labels` should be from 0 to {n_classes - 1}. Found {wrong[0]}, which is out of bounds."
         ) from error
 
 
@@ -454,8 +469,7 @@ def _checked(input: Tensor, argument: str, dim: object = 0, dims: str = "an inte
         TypeError: If `dim` is no integer, or `input` no floating-point tensor.
         IndexError: If `input` has no dimension `dim`.
     """
-    if not isinstance(input, Tensor) or not input.is_floating_point():
-        raise TypeError(f"`{argument}` should be a floating-point tensor. Found {kind_of(input)}.")
+    check_floating(input, argument)
     place = dim if type(dim) is int else index(dim)
     if place is None:
         raise TypeError(f"`dim` should be {dims}. Found {dim!r}.")
@@ -463,6 +477,14 @@ def _checked(input: Tensor, argument: str, dim: object = 0, dims: str = "an inte
     if not -count <= place < count:
         raise IndexError(f"`dim` should be from {-count} to {count - 1}. Found {place}, which is out of range.")
     return place
+
+
+def check_floating(input: Tensor, argument: str) -> None:
+    """Raise TypeError unless `input` is a floating-point tensor in which torch can compute."""
+    if not isinstance(input, Tensor) or not input.is_floating_point():
+        raise TypeError(f"`{argument}` should be a floating-point tensor. Found {kind_of(input)}.")
+    if input.dtype.itemsize < 2:
+        raise TypeError(f"`{argument}` should have at least 16 bits a number: `.half()`. Found {input.dtype}.")
 
 
 def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:

@@ -41,7 +41,7 @@ from torch.compiler import is_compiling, is_exporting
 from toolkit._checks import broadcasts, choice, index, integer
 from toolkit._tensors import HALF, INTEGERS, autocasts, exact_products, kind_of
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
-from toolkit.softmax.functions import SHIFT
+from toolkit.softmax.functions import SHIFT, check_floating
 
 __all__ = ["linear_cross_entropy"]
 
@@ -143,8 +143,7 @@ def _check(
 ) -> None:
     floating = {"input": input, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in floating.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(f"`{name}` should be a floating-point tensor. Found {kind_of(tensor)}.")
+        check_floating(tensor, name)
     if not isinstance(labels, Tensor) or labels.dtype not in INTEGERS:
         raise TypeError(f"`labels` should be a tensor of integers. Found {kind_of(labels)}.")
     if where is not None and (not isinstance(where, Tensor) or where.dtype != torch.bool):
