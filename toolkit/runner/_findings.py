@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.runner._numbers import degrees_of
 from toolkit.runner._records import BLOCKED, Record
 from toolkit.runner._rounding import OF_TARGET, OF_TRAINING
 
@@ -256,10 +257,7 @@ def broken_claims(records: Sequence[Record]) -> list[str]:
         measured = {
             "gain": difference.size,
             "ratio": median(effect["ratio"] for effect in effects),
-            "angle": median(
-                None if effect["cosine"] is None else math.degrees(math.acos(min(1.0, max(-1.0, effect["cosine"]))))
-                for effect in effects
-            ),
+            "angle": median(degrees_of(effect["cosine"]) for effect in effects),
         }
         for quantity, value in measured.items():
             if claim[quantity] is not None and not claim[quantity][0] <= value <= claim[quantity][1]:

@@ -135,17 +135,12 @@ def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lamb
                 metrics.setdefault(name, []).append(value)
         if step == config.steps:
             break
-        run.optimizer.zero_grad()
-        loss = run.loss()
-        value = loss.item()
+        value = _updated(run, step)
         if step < REHEARSED:
             losses.append(value)
         if not math.isfinite(value):
             diverged_at = step
             break
-        loss.backward()
-        run.optimizer.step()
-        run.after_step(step + 1)
         on_step()
     swept = None
     if run.sweep is not None and diverged_at is None:
@@ -168,17 +163,24 @@ def rehearse(run: Run, config: ExperimentConfig) -> Training:
             raise RunError(f"`evaluate` should return the same when it is called again. Found another {name!r}.")
     losses: list[float] = []
     for step in range(min(REHEARSED, config.steps)):
-        run.optimizer.zero_grad()
-        loss = run.loss()
-        if step == 0:
-            _check_unchanged("loss", run, start)
-        losses.append(loss.item())
+        losses.append(_updated(run, step, start if step == 0 else None))
         if not math.isfinite(losses[-1]):
             break
+    return Training(losses, [0], metrics, None)
+
+
+def _updated(run: Run, step: int, start: Mapping[str, Tensor] | None = None) -> float:
+    """Take a step of training if the loss is finite, and return the loss; with `start`, it should change no value."""
+    run.optimizer.zero_grad()
+    loss = run.loss()
+    if start is not None:
+        _check_unchanged("loss", run, start)
+    value = loss.item()
+    if math.isfinite(value):
         loss.backward()
         run.optimizer.step()
         run.after_step(step + 1)
-    return Training(losses, [0], metrics, None)
+    return value
 
 
 def alike(one: float, two: float, rounding: float) -> bool:
