@@ -1,5 +1,6 @@
 """Seeded generators, values, leaves and gradients in float64, and a table, that the tests of all rooms share."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -46,6 +47,16 @@ def gradients(loss, parameters):
         name: torch.zeros_like(parameter) if gradient is None else gradient
         for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
     }
+
+
+def summed(*trees):
+    """Return the sums of values by name."""
+    return {name: sum(tree[name] for tree in trees) for name in trees[0]}
+
+
+def binary_states(n_units: int) -> np.ndarray:
+    """Return all rows of zeros and ones, (2^n, n); the first unit changes slowest."""
+    return np.array(list(itertools.product([0.0, 1.0], repeat=n_units)))
 
 
 class Frame:

@@ -13,7 +13,7 @@ import torch
 from contract import BlockCase, finite_differences, relative_error
 from scipy.special import expit
 from torch import Tensor, nn
-from values import seeded
+from values import binary_states, seeded, summed
 
 from toolkit import compare, unblock
 from toolkit.datasets import bars_and_stripes
@@ -70,10 +70,6 @@ def _binary(n: int, n_units: int, seed: int = 7) -> Tensor:
     return (torch.rand(n, n_units, generator=seeded(seed), dtype=torch.float64) < 0.4).double()
 
 
-def _all_states(n_units: int) -> np.ndarray:
-    return np.array(list(itertools.product([0.0, 1.0], repeat=n_units)))
-
-
 def _numpy(parameters: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     w, b, c = (parameters[name].detach().numpy() for name in NAMES)
     return w, b, c
@@ -83,17 +79,13 @@ def _joint(rbm: RBM) -> np.ndarray:
     """Return the table p(v, h), (2^V, 2^H), from the definition: one energy for every joint state."""
     w, b, c = _numpy(dict(rbm.named_parameters()))
     table = np.empty((2 ** len(b), 2 ** len(c)))
-    for (i, v), (j, h) in itertools.product(enumerate(_all_states(len(b))), enumerate(_all_states(len(c)))):
+    for (i, v), (j, h) in itertools.product(enumerate(binary_states(len(b))), enumerate(binary_states(len(c)))):
         table[i, j] = math.exp(sum(v * b) + sum(h * c) + sum(v[i] * w[i, j] * h[j] for i, j in np.ndindex(w.shape)))
     return table
 
 
 def _as_tensors(w: np.ndarray, b: np.ndarray, c: np.ndarray) -> dict[str, Tensor]:
     return {"weights": torch.tensor(w), "visible_bias": torch.tensor(b), "hidden_bias": torch.tensor(c)}
-
-
-def _add(*trees: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: sum(tree[name] for tree in trees) for name in trees[0]}
 
 
 def _free_energy_gradient(parameters: Mapping[str, Tensor], visible: np.ndarray) -> dict[str, Tensor]:
@@ -175,7 +167,7 @@ def _cd_case(chain: str) -> BlockCase:
 
     def opened(parameters):
         leak = _leak_witness(parameters, trace(parameters))
-        return blocked(parameters) if chain == "sampled" else _add(blocked(parameters), leak)
+        return blocked(parameters) if chain == "sampled" else summed(blocked(parameters), leak)
 
     return BlockCase(
         id=f"cd-{chain}", block=NEGATIVE_SAMPLES, parameters=_parameters, loss=loss, blocked=blocked, opened=opened
@@ -193,7 +185,7 @@ def _two_updates(parameters: Mapping[str, Tensor], chain: str = "straight_throug
 
 def _two_updates_blocked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     first, second = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", seeded(1))
-    return _add(
+    return summed(
         _cd_witness(parameters, DATA.numpy(), first[-1]),
         _cd_witness(parameters, DATA.numpy(), second[-1]),
         _free_energy_gradient(parameters, second[-1]),
@@ -203,7 +195,7 @@ def _two_updates_blocked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _two_updates_with_samples_open(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     first, second = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", seeded(1))
     # The second update's samples depend on the parameters through its own step alone.
-    return _add(
+    return summed(
         _two_updates_blocked(parameters), _leak_witness(parameters, [first]), _leak_witness(parameters, [second])
     )
 
@@ -211,7 +203,7 @@ def _two_updates_with_samples_open(parameters: Mapping[str, Tensor]) -> dict[str
 def _two_updates_with_chains_open(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     trace = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", seeded(1))
     slope = _slope_of_mean_free_energy(parameters, trace[-1][-1])
-    return _add(_two_updates_blocked(parameters), _pull_back(parameters, trace, slope))
+    return summed(_two_updates_blocked(parameters), _pull_back(parameters, trace, slope))
 
 
 def _at_the_chains_end(parameters: Mapping[str, Tensor]) -> Tensor:
@@ -223,7 +215,7 @@ def _at_the_chains_end_straight_through(parameters: Mapping[str, Tensor]) -> dic
     trace = _run_chain(parameters, DATA.numpy(), 2, "straight_through", seeded(1))
     end = trace[-1][-1]
     through_the_chain = _pull_back(parameters, trace, _slope_of_mean_free_energy(parameters, end))
-    return _add(_free_energy_gradient(parameters, end), through_the_chain)
+    return summed(_free_energy_gradient(parameters, end), through_the_chain)
 
 
 def _at_the_chains_end_sampled(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -278,27 +270,27 @@ SIZES = [pytest.param(4, 3, id="hidden-smaller"), pytest.param(3, 4, id="visible
 class TestEnumeration:
     def test_energy(self, n_visible, n_hidden):
         rbm = _rbm(n_visible, n_hidden)
-        v, h = torch.tensor(_all_states(n_visible)), torch.tensor(_all_states(n_hidden))
+        v, h = torch.tensor(binary_states(n_visible)), torch.tensor(binary_states(n_hidden))
         expected = -np.log(_joint(rbm))
         np.testing.assert_allclose(rbm.energy(v[:, None], h).detach(), expected, rtol=0, atol=1e-13)
 
     def test_free_energy_sums_hidden_states_out(self, n_visible, n_hidden):
         rbm = _rbm(n_visible, n_hidden)
-        found = rbm.free_energy(torch.tensor(_all_states(n_visible)))
+        found = rbm.free_energy(torch.tensor(binary_states(n_visible)))
         np.testing.assert_allclose(found.detach(), -np.log(_joint(rbm).sum(1)), rtol=0, atol=1e-13)
-        assert torch.equal(rbm(torch.tensor(_all_states(n_visible))), found)
+        assert torch.equal(rbm(torch.tensor(binary_states(n_visible))), found)
 
     def test_log_partition_and_log_likelihood(self, n_visible, n_hidden):
         rbm = _rbm(n_visible, n_hidden)
         joint = _joint(rbm)
         assert rbm.log_partition().item() == pytest.approx(math.log(joint.sum()), abs=1e-13)
-        found = rbm.log_likelihood(torch.tensor(_all_states(n_visible)))
+        found = rbm.log_likelihood(torch.tensor(binary_states(n_visible)))
         np.testing.assert_allclose(found.detach(), np.log(joint.sum(1) / joint.sum()), rtol=0, atol=1e-13)
 
     def test_conditional_means(self, n_visible, n_hidden):
         rbm = _rbm(n_visible, n_hidden)
         joint = _joint(rbm)
-        v, h = _all_states(n_visible), _all_states(n_hidden)
+        v, h = binary_states(n_visible), binary_states(n_hidden)
         hidden = rbm.hidden_mean(torch.tensor(v)).detach()
         visible = rbm.visible_mean(torch.tensor(h)).detach()
         np.testing.assert_allclose(hidden, joint @ h / joint.sum(1, keepdims=True), rtol=1e-13)
@@ -307,7 +299,7 @@ class TestEnumeration:
     def test_model_statistics(self, n_visible, n_hidden):
         rbm = _rbm(n_visible, n_hidden)
         joint = _joint(rbm) / _joint(rbm).sum()
-        v, h = _all_states(n_visible), _all_states(n_hidden)
+        v, h = binary_states(n_visible), binary_states(n_hidden)
         expected = _as_tensors(v.T @ joint @ h, joint.sum(1) @ v, joint.sum(0) @ h)
         assert relative_error(rbm.model_statistics(), expected) < 1e-14
         assert relative_error(_gradient(rbm.log_partition(), rbm), expected) < 1e-14
@@ -385,7 +377,7 @@ def test_chains_from_exact_draws_stay_there(steps):
     rbm, n = _rbm(scale=0.8), 200_000
     p = _joint(rbm).sum(1)
     p = torch.tensor(p / p.sum())
-    start = torch.tensor(_all_states(4))[torch.multinomial(p, n, replacement=True, generator=seeded(2))]
+    start = torch.tensor(binary_states(4))[torch.multinomial(p, n, replacement=True, generator=seeded(2))]
     with torch.no_grad():
         end = gibbs(rbm, start, steps=steps, generator=seeded(3))
     counts = torch.bincount((end @ torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64)).long(), minlength=16)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from contract import BlockCase, finite_differences, relative_error
 from torch import Tensor, nn
-from values import seeded
+from values import binary_states, seeded
 
 from toolkit import unblock
 from toolkit.datasets import bars_and_stripes
@@ -69,11 +69,11 @@ def _machine(parameters: Tree, kind: str = "bernoulli") -> RBM:
 
 def _visible(kind: str) -> np.ndarray:
     if kind == "bernoulli":
-        return np.array(list(itertools.product([0.0, 1.0], repeat=4)))
+        return binary_states(4)
     return np.array([np.eye(3)[list(digits)].ravel() for digits in itertools.product(range(3), repeat=2)])
 
 
-HIDDEN = np.array(list(itertools.product([0.0, 1.0], repeat=3)))
+HIDDEN = binary_states(3)
 START = {kind: torch.linspace(0.2, 3, len(_visible(kind)), dtype=torch.float64).sin().square() for kind in KINDS}
 START = {kind: start / start.sum() for kind, start in START.items()}
 STEPS = 3
@@ -550,6 +550,19 @@ def test_a_start_that_is_no_distribution_is_refused(change, message):
         with pytest.raises(ValueError) as raised:
             attempt()
         assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_data_are_counted_in_every_precision(dtype):
+    rbm = _machine(_parameters()).to(dtype)
+    found = data_distribution(rbm, torch.eye(4, dtype=dtype)[[0, 0, 1, 2]])
+    assert found.dtype == dtype
+    assert {place: found[place].item() for place in found.nonzero()[:, 0].tolist()} == {2: 0.25, 4: 0.25, 8: 0.5}
+
+
+def test_data_that_are_no_tensor_are_refused():
+    with pytest.raises(ValueError, match=r"^`data` should be a tensor\. Found ndarray\.$"):
+        data_distribution(_machine(_parameters()), np.eye(4))
 
 
 def test_a_start_of_another_type_is_refused():

@@ -14,7 +14,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, finite_differences, relative_error
 from scipy.special import entr, expit
 from torch import Tensor, nn
-from values import seeded
+from values import binary_states, seeded
 
 from toolkit import compare, unblock
 from toolkit.rbm import (
@@ -559,7 +559,7 @@ def test_sliding_offsets():
 def test_centred_exact_gradient_is_that_of_the_likelihood_through_the_centred_machine():
     parameters, offsets = _parameters(), OFFSETS[PAIRS[0]]
     rbm, data = _machine(parameters), DATA[PAIRS[0]]
-    states = torch.tensor(list(itertools.product([0.0, 1.0], repeat=4)), dtype=torch.float64)
+    states = torch.from_numpy(binary_states(4))
     machine = centered(rbm, offsets)
     loss = machine.free_energy(data).mean() + (-machine.free_energy(states)).logsumexp(0)
     expected = centered_gradient(likelihood_gradient(rbm, data), offsets)
@@ -649,6 +649,23 @@ def test_open_fast_weights_keep_the_graph_of_every_update():
             lambda rbm, data: contrastive_divergence(rbm.joint, data[:, :2], steps=1),
             ValueError,
             "`data` should have shape (N, 4) with N > 0. Found (6, 2).",
+        ),
+        *(
+            (
+                lambda rbm, data, wrong=wrong, attempt=attempt: attempt(rbm.joint, wrong(data)),
+                error,
+                f"`{argument}` should {message}",
+            )
+            for argument, attempt in (
+                ("data", lambda joint, data: contrastive_divergence(joint, data, steps=1)),
+                ("visible", lambda joint, visible: gibbs(joint, visible, steps=1)),
+                ("visible", expected_energy),
+            )
+            for wrong, error, message in (
+                (lambda data: data.float(), TypeError, "have the parameters' type torch.float64. Found torch.float32."),
+                (lambda data: data.numpy(), TypeError, "be a tensor. Found ndarray."),
+                (lambda data: data[:, :2], ValueError, "have shape ("),
+            )
         ),
         (
             lambda rbm, data: expected_energy(rbm, data[:, :2]),

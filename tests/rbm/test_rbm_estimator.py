@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import math
 import pickle
 import re
@@ -18,6 +17,7 @@ from scipy.stats import norm
 from sklearn import datasets as bundled
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import BernoulliRBM as Theirs
+from values import binary_states
 
 from toolkit.rbm import (
     RBM,
@@ -331,8 +331,8 @@ def test_checkpoint_of_a_shorter_fit_goes_on(machine, tmp_path, capsys):
 
 def test_likelihood_and_pseudo_likelihood_of_zeros_and_ones_by_enumeration():
     found, x = trained(BernoulliRBM, n_iter=100)
-    states = np.array(list(itertools.product([0.0, 1.0], repeat=6)))
-    hidden = np.array(list(itertools.product([0.0, 1.0], repeat=3)))
+    states = binary_states(6)
+    hidden = binary_states(3)
     joint = (
         states @ found.intercept_visible_[:, None]
         + (hidden @ found.intercept_hidden_)[None]
@@ -366,7 +366,7 @@ def test_grey_values_have_the_expected_score_of_scikit_learn():
 def test_density_of_real_numbers_is_that_of_the_mixture():
     """2^H Gaussians with means b + W h, in the units of the data."""
     found, x = trained(GaussianRBM, reals(200), n_iter=60)
-    hidden = np.array(list(itertools.product([0.0, 1.0], repeat=3)))
+    hidden = binary_states(3)
     means = found.intercept_visible_ + hidden @ found.components_
     # The weight of h: the integral over v of e^-E.
     b, variance = found.intercept_visible_, found.variance_
@@ -383,7 +383,7 @@ def test_score_is_the_same_each_time_and_follows_the_attributes():
     assert np.array_equal(first, found.log_likelihood(x))
     found.intercept_visible_ = found.intercept_visible_ + 1
     assert not np.allclose(first, found.log_likelihood(x))
-    total = np.exp(found.log_likelihood(np.array(list(itertools.product([0.0, 1.0], repeat=6))))).sum()
+    total = np.exp(found.log_likelihood(binary_states(6))).sum()
     assert math.isclose(total, 1, rel_tol=1e-10)
 
 
@@ -409,7 +409,7 @@ def test_draws_have_the_moments_of_the_model(machine, exactly, monkeypatch):
         monkeypatch.setattr(_base, "_TABLED_UNITS", 0)
     draws = found.sample(4000, steps=50)
     if machine is BernoulliRBM:
-        states = np.array(list(itertools.product([0.0, 1.0], repeat=6)))
+        states = binary_states(6)
         p = np.exp(found.log_likelihood(states))
         assert np.abs(draws.mean(0) - p @ states).max() < 4 * 0.5 / math.sqrt(4000)
         assert np.abs(draws.T @ draws / 4000 - states.T @ (p[:, None] * states)).max() < 4 * 0.5 / math.sqrt(4000)

@@ -3,7 +3,6 @@
 The witnesses are written in NumPy from the energies, without the code under test.
 """
 
-import itertools
 import math
 from collections.abc import Mapping
 
@@ -14,7 +13,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from scipy.special import expit, logsumexp
 from torch import Tensor, nn
-from values import seeded
+from values import binary_states, seeded, summed
 
 from toolkit import compare, unblock
 from toolkit.rbm import (
@@ -58,7 +57,7 @@ def _numpy(parameters: Mapping[str, Tensor]) -> tuple[np.ndarray, ...]:
 def _mixture(parameters: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the machine as what it is, a mixture of normals: weights (S,), means (S, V), deviations (V,)."""
     w, b, c, z = _numpy(parameters)
-    hidden = np.array(list(itertools.product([0.0, 1.0], repeat=len(c))))
+    hidden = binary_states(len(c))
     coupling, variance = hidden @ w.T, np.exp(z)
     log_weight = hidden @ c + (coupling * (b + coupling / 2) / variance).sum(1)
     return np.exp(log_weight - logsumexp(log_weight)), b + coupling, np.sqrt(variance)
@@ -320,10 +319,6 @@ SIZES = [1.0, 0.4]
 MOVES = 2
 
 
-def _add(*trees: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: sum(tree[name] for tree in trees) for name in trees[0]}
-
-
 def _free_energy_gradient(parameters: Mapping[str, Tensor], visible: np.ndarray) -> dict[str, Tensor]:
     """Gradient of the mean free energy by the parameters, the units held."""
     w, b, c, z = _numpy(parameters)
@@ -409,7 +404,7 @@ def _blocked(adjusted: bool):
         ends = [update[-1][-1] for update in _run(parameters, STARTS.numpy(), 2, adjusted)]
         positive = _free_energy_gradient(parameters, DATA.numpy())
         negative = [{k: -v for k, v in _free_energy_gradient(parameters, end).items()} for end in ends]
-        return _add(positive, positive, *negative, _free_energy_gradient(parameters, ends[1]))
+        return summed(positive, positive, *negative, _free_energy_gradient(parameters, ends[1]))
 
     return gradient
 
@@ -418,7 +413,7 @@ def _with_samples_open(adjusted: bool):
     def gradient(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         updates = _run(parameters, STARTS.numpy(), 2, adjusted)
         leaks = [_pull_back(parameters, moves, -_slope(parameters, moves[-1][-1])) for moves in updates]
-        return _add(_blocked(adjusted)(parameters), *leaks)
+        return summed(_blocked(adjusted)(parameters), *leaks)
 
     return gradient
 
@@ -427,7 +422,7 @@ def _with_chains_open(adjusted: bool):
     def gradient(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         first, second = _run(parameters, STARTS.numpy(), 2, adjusted)
         through = _pull_back(parameters, [*first, *second], _slope(parameters, second[-1][-1]))
-        return _add(_blocked(adjusted)(parameters), through)
+        return summed(_blocked(adjusted)(parameters), through)
 
     return gradient
 

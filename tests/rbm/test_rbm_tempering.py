@@ -16,7 +16,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from scipy.special import expit, logsumexp
 from torch import Tensor, nn
-from values import seeded
+from values import binary_states, seeded, summed
 
 from toolkit import unblock
 from toolkit.rbm import (
@@ -142,15 +142,11 @@ def _truth(kind: str, rbm: RBM, reference: Tensor | None, beta: float) -> Truth:
         log_partition = total + 0.5 * np.log(2 * np.pi * variance).sum()
         return Truth(hidden, None, log_weight - total, bias + coupling, np.sqrt(variance), log_partition)
     start = 0 if reference is None else reference.cpu().numpy()
-    visible = _one_hot_states(rbm.n_visible, 3) if "categorical" in kind else _binary_states(rbm.n_visible)
+    visible = _one_hot_states(rbm.n_visible, 3) if "categorical" in kind else binary_states(rbm.n_visible)
     of_visible = visible @ (start + beta * (b - start))
     log_weight = of_visible[:, None] + of_hidden + beta * visible @ w @ hidden.T
     total = logsumexp(log_weight)
     return Truth(hidden, visible, log_weight - total, None, None, total)
-
-
-def _binary_states(n_units: int) -> np.ndarray:
-    return np.array(list(itertools.product([0.0, 1.0], repeat=n_units)))
 
 
 def _exact_state(truths: list[Truth], n_chains: int, device: str = "cpu", seed: int = 3) -> TemperedState:
@@ -596,10 +592,6 @@ STARTS = _binary(3, 5, 4, seed=8)
 THREE = [0.2, 0.6, 1.0]
 
 
-def _add(*trees: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: sum(tree[name] for tree in trees) for name in trees[0]}
-
-
 def _free_energy_gradient(parameters: Mapping[str, Tensor], visible: np.ndarray) -> dict[str, Tensor]:
     """Gradient of the mean free energy by the parameters, the units held."""
     w, b, c = (parameters[name].detach().numpy() for name in ("weights", "visible_bias", "hidden_bias"))
@@ -662,7 +654,7 @@ def _two_updates_blocked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     _, ends = _trace(parameters)
     positive = _free_energy_gradient(parameters, DATA.numpy())
     negative = [{k: -v for k, v in _free_energy_gradient(parameters, end[-1]).items()} for end in ends]
-    return _add(positive, positive, *negative, _free_energy_gradient(parameters, ends[1]))
+    return summed(positive, positive, *negative, _free_energy_gradient(parameters, ends[1]))
 
 
 def _two_updates_with_samples_open(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -672,13 +664,13 @@ def _two_updates_with_samples_open(parameters: Mapping[str, Tensor]) -> dict[str
         cotangent = np.zeros_like(end)
         cotangent[-1] = -_slope(parameters, end[-1], len(end[-1]))
         leaks.append(_pull_back(parameters, THREE, steps, cotangent))
-    return _add(_two_updates_blocked(parameters), *leaks)
+    return summed(_two_updates_blocked(parameters), *leaks)
 
 
 def _two_updates_with_chains_open(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     trace, ends = _trace(parameters)
     cotangent = _slope(parameters, ends[1], ends[1].shape[0] * ends[1].shape[1])
-    return _add(_two_updates_blocked(parameters), _pull_back(parameters, THREE, trace, cotangent))
+    return summed(_two_updates_blocked(parameters), _pull_back(parameters, THREE, trace, cotangent))
 
 
 def _gaussian_parameters() -> dict[str, nn.Parameter]:

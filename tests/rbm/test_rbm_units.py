@@ -23,7 +23,7 @@ from contract import BlockCase, finite_differences, relative_error
 from scipy import stats
 from scipy.special import expit, logsumexp
 from torch import Tensor, nn
-from values import seeded
+from values import binary_states, seeded, summed
 
 from toolkit import stop_gradient, unblock
 from toolkit.rbm import (
@@ -134,7 +134,7 @@ def _log_ways() -> np.ndarray:
 def _grid(kind: str, n: int, categories: int | None, bias: np.ndarray, variance: np.ndarray) -> tuple:
     """Return states (S, C), and the log-weight of each: the volume of its cell, and what depends on it alone."""
     if kind == "bernoulli":
-        states = np.array(list(itertools.product([0.0, 1.0], repeat=n)))
+        states = binary_states(n)
         return states, states @ bias
     if kind == "categorical":
         states = np.array([np.concatenate(rows) for rows in itertools.product(np.eye(categories), repeat=n)])
@@ -1087,10 +1087,6 @@ def _pull_back(parameters: Mapping[str, Tensor], pair: Pair, trace: Trace, cotan
     return {name: _tensor(value) for name, value in bar.items()}
 
 
-def _add(*trees: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: sum(tree[name] for tree in trees) for name in trees[0]}
-
-
 def _temperature(chain: str) -> float | None:
     return TEMPERATURE if chain == "concrete" else None
 
@@ -1112,7 +1108,7 @@ def _chain_case(chain: str, pair: Pair) -> BlockCase:
     def opened(parameters):
         trace = _run(parameters, pair, chain, data.numpy())
         slope = _free_energy_slope(parameters, pair, trace[-1][-1].value)
-        return _add(blocked(parameters), _pull_back(parameters, pair, trace, -slope))
+        return summed(blocked(parameters), _pull_back(parameters, pair, trace, -slope))
 
     return BlockCase(
         id=f"{chain}-{pair}",
@@ -1136,7 +1132,7 @@ def _straight_through_case(pair: Pair) -> BlockCase:
         trace = _run(parameters, pair, chain, data.numpy())
         end = trace[-1][-1].value
         slope = _free_energy_slope(parameters, pair, end)
-        return _add(_free_energy_gradient(parameters, pair, end), _pull_back(parameters, pair, trace, slope))
+        return summed(_free_energy_gradient(parameters, pair, end), _pull_back(parameters, pair, trace, slope))
 
     return BlockCase(
         id=f"straight-through-{pair}",

@@ -96,10 +96,12 @@ def data_distribution(rbm: RBM | Joint, data: Tensor) -> Tensor:
         tensor([0.0000, 0.6667, 0.0000, 0.3333])
     """
     states = visible_states(rbm)
+    tensors(data=data)
     if data.ndim != 2 or data.shape[1] != states.shape[1] or not len(data):
         raise ValueError(f"`data` should have shape (N, {states.shape[1]}) with N > 0. Found {tuple(data.shape)}.")
     rows, counts = data.to(states).unique(dim=0, return_counts=True)
-    same = torch.cdist(rows, states, p=math.inf) == 0
+    exact = torch.promote_types(states.dtype, torch.float32)  # torch has no distances in half precision
+    same = torch.cdist(rows.to(exact), states.to(exact), p=math.inf) == 0
     if not bool(same.any(1).all()):
         raise ValueError(f"`data` should be states of the visible units. Found {rows[~same.any(1)][0].tolist()}.")
     counted: Tensor = (same * counts[:, None]).sum(0).to(states)
@@ -210,12 +212,12 @@ def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence:
 def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[str, Tensor]]:
     r"""Return the exact gradient of the negative log-likelihood, and its approximations by the variants of CD-k.
 
+    Frozen parameters, with ``requires_grad`` off, have gradients too.
+
     Args:
         rbm: The machine.
         start: :math:`p_0`, (S,), for example from `data_distribution`.
         steps: k.
-
-    Frozen parameters, with ``requires_grad`` off, have gradients too.
 
     Returns:
         ``"likelihood"``, ``"blocked"`` (CD-k), ``"third_term"``, ``"improved"`` and ``"unblocked"`` -> the names of the

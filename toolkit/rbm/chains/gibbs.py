@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit._checks import integer
 from toolkit.rbm.chains.units import Chain, unit_of
 from toolkit.rbm.machine.joint import Joint
-from toolkit.rbm.machine.model import RBM, joint_of
+from toolkit.rbm.machine.model import RBM, check_units, joint_of
 
 __all__ = ["gibbs"]
 
@@ -64,8 +64,7 @@ def gibbs(
     steps = integer("steps", steps)
     joint = joint_of(rbm)
     unit = unit_of(chain, temperature, joint)
-    if isinstance(rbm, RBM):
-        rbm.check_visible(visible)
+    check_units(joint.weights, visible, "visible")
     for _ in range(steps):
         hidden = unit(joint.hidden, joint.to_hidden(visible), generator)
         visible = unit(joint.visible, joint.to_visible(hidden), generator)

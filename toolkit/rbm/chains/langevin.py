@@ -19,7 +19,7 @@ from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Gaussian
-from toolkit.rbm.machine.model import RBM, joint_of
+from toolkit.rbm.machine.model import RBM, check_units, joint_of
 
 __all__ = ["HiddenInMoves", "gibbs_langevin"]
 
@@ -99,9 +99,8 @@ def gibbs_langevin(
     steps, moves = integer("steps", steps), integer("moves", moves)
     choice("hidden", hidden, get_args(HiddenInMoves))
     sizes = _check_sizes(step_size, steps)
-    if isinstance(rbm, RBM):
-        rbm.check_visible(visible)
     joint, layer = _gaussian(rbm)
+    check_units(joint.weights, visible, "visible")
     deviation = (layer.log_variance / 2).exp()
     exact = torch.promote_types(visible.dtype, torch.float32)
     # In float64: a sum of many small numbers.

@@ -184,7 +184,7 @@ class RBM(nn.Module):
             (\*).
         """
         self.check_visible(visible)
-        self._check_units(hidden, "hidden", self.n_hidden)
+        check_units(self.weights, hidden, "hidden", side=-1)
         return self.joint.energy(visible, hidden)
 
     def free_energy(self, visible: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class RBM(nn.Module):
 
     def visible_mean(self, hidden: Tensor) -> Tensor:
         r"""Return :math:`E[v \mid h]`, (\*, V), from `hidden`, (\*, H): for zeros and ones, probabilities."""
-        self._check_units(hidden, "hidden", self.n_hidden)
+        check_units(self.weights, hidden, "hidden", side=-1)
         return self.joint.visible_mean(hidden)
 
     def sample_hidden(self, visible: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
@@ -233,7 +233,7 @@ class RBM(nn.Module):
 
     def sample_visible(self, hidden: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw the visible units given the hidden ones, (\*, V), from `hidden`, (\*, H)."""
-        self._check_units(hidden, "hidden", self.n_hidden)
+        check_units(self.weights, hidden, "hidden", side=-1)
         return self.joint.sample_visible(hidden, generator)
 
     def log_partition(self) -> Tensor:
@@ -345,24 +345,11 @@ class RBM(nn.Module):
 
     def check_visible(self, visible: Tensor) -> None:
         """Raise unless `visible` has the columns and dtype of this machine; its values are not checked."""
-        self._check_units(visible, "visible", self.n_columns)
-
-    def _check_units(self, units: Tensor, argument: str, columns: int) -> None:
-        _check_tensor(units, argument)
-        if units.ndim < 1 or units.shape[-1] != columns:
-            raise ValueError(f"`{argument}` should have shape (*, {columns}). Found {tuple(units.shape)}.")
-        if units.dtype != self.weights.dtype:
-            raise TypeError(f"`{argument}` should have the parameters' type {self.weights.dtype}. Found {units.dtype}.")
+        check_units(self.weights, visible, "visible")
 
     def check_rows(self, rows: Tensor, argument: str) -> None:
         """Raise unless `rows` is a matrix of visible units, with at least one row; its values are not checked."""
-        _check_tensor(rows, argument)
-        if rows.ndim != 2 or rows.shape[1] != self.n_columns or not len(rows):
-            raise ValueError(
-                f"`{argument}` should have shape (N, {self.n_columns}) with N > 0. Found {tuple(rows.shape)}."
-            )
-        if rows.dtype != self.weights.dtype:
-            raise TypeError(f"`{argument}` should have the parameters' type {self.weights.dtype}. Found {rows.dtype}.")
+        check_units(self.weights, rows, argument, rows=True)
 
     def extra_repr(self) -> str:
         """Return the sizes and the units, for ``repr``."""
@@ -412,6 +399,25 @@ def joint_of(rbm: RBM | Joint) -> Joint:
     if not isinstance(rbm, RBM):
         raise TypeError(f"`rbm` should be an RBM or a Joint. Found an object of type {type(rbm).__name__}.")
     return rbm.joint
+
+
+def check_units(weights: Tensor, units: Tensor, argument: str, *, side: int = -2, rows: bool = False) -> None:
+    r"""Raise unless `units` have the columns of one layer and the dtype of `weights`; values are not checked.
+
+    Args:
+        weights: (\*, V, H).
+        units: (\*, V) or (\*, H).
+        argument: Their name.
+        side: The dimension of `weights` with the columns: -2 for visible units, -1 for hidden ones.
+        rows: Whether `units` should be a matrix with at least one row.
+    """
+    _check_tensor(units, argument)
+    columns = weights.shape[side]
+    if units.ndim < 1 or units.shape[-1] != columns or (rows and (units.ndim != 2 or not len(units))):
+        expected = f"(N, {columns}) with N > 0" if rows else f"(*, {columns})"
+        raise ValueError(f"`{argument}` should have shape {expected}. Found {tuple(units.shape)}.")
+    if units.dtype != weights.dtype:
+        raise TypeError(f"`{argument}` should have the parameters' type {weights.dtype}. Found {units.dtype}.")
 
 
 def _check_tensor(value: object, argument: str) -> None:

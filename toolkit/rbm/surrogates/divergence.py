@@ -24,7 +24,7 @@ from toolkit.blocks import Block, block, is_blocked, no_graph, stop_gradient
 from toolkit.rbm.chains.gibbs import gibbs
 from toolkit.rbm.chains.units import Chain
 from toolkit.rbm.machine.joint import Joint
-from toolkit.rbm.machine.model import RBM, joint_of
+from toolkit.rbm.machine.model import RBM, check_units, joint_of
 
 __all__ = [
     "HIDDEN_POSTERIORS",
@@ -198,9 +198,8 @@ def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
         >>> torch.allclose(*gradients)
         True
     """
-    if isinstance(rbm, RBM):
-        rbm.check_visible(visible)
     joint = joint_of(rbm)
+    check_units(joint.weights, visible, "visible")
     x = joint.to_hidden(visible)
     # Outside of the graph if no gradient may flow: the posterior is as large as all hidden units.
     with graph_if_open(HIDDEN_POSTERIORS):
@@ -282,12 +281,7 @@ def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
     """
     joint = joint_of(rbm)
     for argument, value in rows.items():
-        if isinstance(rbm, RBM):
-            rbm.check_rows(value, argument)
-        elif value.ndim != 2 or value.shape[1] != rbm.visible.n_columns or not len(value):
-            raise ValueError(
-                f"`{argument}` should have shape (N, {rbm.visible.n_columns}) with N > 0. Found {tuple(value.shape)}."
-            )
+        check_units(joint.weights, value, argument, rows=True)
     if "data" in rows and not is_compiling():
         with no_graph():
             joint.visible.check(rows["data"], "data")
