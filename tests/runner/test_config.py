@@ -361,7 +361,26 @@ def test_the_command_line_ends_with_code_2_and_writes_nothing(config, tmp_path):
 def test_one_bad_config_among_good_ones_starts_no_run(config, tmp_path):
     bad = config.with_name("bad.toml")
     bad.write_text(config.read_text().replace("steps = 6", "steps = -6"))
+    worse = config.with_name("worse.toml")
+    worse.write_text(config.read_text().replace("steps = 6", "steps = 6.5"))
     results = tmp_path / "results"
-    done = CliRunner().invoke(main, ["run", str(config), str(bad), "--results", str(results)])
+    done = CliRunner().invoke(main, ["run", str(bad), str(config), str(worse), "--results", str(results)])
     assert done.exit_code == 2
     assert not results.exists()
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"error: {bad}:6: steps: should be greater than or equal to 1")
+    assert second.startswith(f"error: {worse}:6: steps: should be a valid integer")
+
+
+def test_a_mistake_on_the_command_line_is_told_once(config):
+    other = config.with_name("other.toml")
+    other.write_text(config.read_text())
+    with pytest.raises(ConfigError) as caught:
+        chosen_configs([config, other], ["steps=no"], [])
+    assert str(caught.value) == "--set steps=no: should be a valid integer, found 'no'"
+
+
+def test_a_folder_of_configs_that_is_not_there_is_named(tmp_path):
+    done = CliRunner().invoke(main, ["list", "--configs", str(tmp_path / "none")])
+    assert done.exit_code == 2
+    assert done.stderr == f"error: `--configs` should be a folder. Found {tmp_path}/none, which is not there.\n"

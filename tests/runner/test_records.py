@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import toy
 import warm
+from click.testing import CliRunner
 from folders import ROOT
 
 from toolkit.runner import _records
+from toolkit.runner._command import main
 from toolkit.runner._records import (
     claimed,
     damaged_records,
@@ -31,7 +33,7 @@ GRADIENTS = {"first/blocked/weight": np.arange(3.0)}
 
 
 def _record(seed, **more):
-    return {"seed": seed, "name": "toy", **more}
+    return {"seed": seed, "name": "toy", **{part: {} for part in _records._PARTS}, **more}
 
 
 def _seeds(folder):
@@ -225,6 +227,25 @@ def test_all_records_are_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(_records, "_read", lambda folder: [read.append(folder), read_one(folder)][1])
     assert [len(found.records) for found in read_all(tmp_path)] == [2]
     assert len(read) == len(set(read)) == 4
+
+
+@pytest.mark.parametrize("command", ["report", "run"])
+def test_a_record_without_a_part_is_named_and_not_drawn(tmp_path, command):
+    config, results = toy.install(f"toy_part_{command}", tmp_path), tmp_path / "results"
+    run = ["run", str(config), "--jobs", "1", "--results", str(results)]
+    assert CliRunner().invoke(main, run).exit_code == 0
+    path, whole = sorted(results.rglob("record.json"))
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({name: part for name, part in data.items() if name != "variants"}))
+    if command == "report":
+        done = CliRunner().invoke(main, ["report", "--results", str(results)])
+        assert done.exit_code == 1
+        assert done.stderr == (
+            f"error: {path.parent}: the record is damaged (it has no variants): run its config again\n"
+        )
+    else:
+        assert CliRunner().invoke(main, run).exit_code == 0
+        assert json.loads(path.read_text())["variants"].keys() == json.loads(whole.read_text())["variants"].keys()
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '{"schema": 1}', '{"a": 1}', '{"a": '])

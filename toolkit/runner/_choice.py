@@ -26,11 +26,22 @@ def chosen_configs(paths: Sequence[Path], overrides: Sequence[str], sweeps: Sequ
         sweeps: ``key=value,value,...`` each.
 
     Raises:
-        ConfigError: If there is no config, if two have one file name, or as `load_config`.
+        ConfigError: If there is no config, if two have one file name, or as `load_config`, with the mistakes of all
+            configs.
     """
     files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     _check_names(files)
-    return [load_config(file, overrides, values) for file in files for values in _products(sweeps)]
+    loaded: list[LoadedConfig] = []
+    mistakes: list[str] = []
+    products = _products(sweeps)
+    for file in files:
+        try:
+            loaded += [load_config(file, overrides, values) for values in products]
+        except ConfigError as error:
+            mistakes += str(error).splitlines()
+    if mistakes:
+        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
+    return loaded
 
 
 def _files(path: Path) -> list[Path]:

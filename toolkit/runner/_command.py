@@ -270,6 +270,8 @@ def list_command(experiment: str | None, configs: Path) -> None:
     from toolkit.runner._listing import keys_of, listing
 
     folder = here_or_bundled(configs)
+    if not folder.is_dir():
+        _stop(f"`--configs` should be a folder. Found {configs}, which is not there.", 2)
     try:
         click.echo(listing(folder) if experiment is None else keys_of(experiment, folder))
     except (ValueError, ConfigError) as error:

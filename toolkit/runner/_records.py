@@ -63,6 +63,9 @@ MEASURED_SEEDS = 1
 
 _AGAIN = "run its config again"
 
+# Parts of every record that the report reads.
+_PARTS = ("config", "objective", "comparison", "variants", "blocks")
+
 BLOCKED = "blocked"
 """The variant with every block in place."""
 
@@ -334,6 +337,8 @@ def _read(folder: Path) -> Record | Damage:
         return Damage(f"{folder}: the record is damaged (it is no record): {_AGAIN}")
     if data.get("schema") != SCHEMA:
         return Damage(f"{folder}: `schema` should be {SCHEMA}. Found {data.get('schema')!r}: {_AGAIN}")
+    if missing := [part for part in _PARTS if part not in data]:
+        return Damage(f"{folder}: the record is damaged (it has no {', '.join(missing)}): {_AGAIN}")
     return Record(data["seed"], data, gradients)
 
 
