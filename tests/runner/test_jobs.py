@@ -175,6 +175,14 @@ def test_a_run_without_any_record_says_so_and_draws_no_page(tmp_path):
     assert not (tmp_path / "results" / "index.html").exists()
 
 
+def test_the_seeds_of_one_error_stand_in_their_order():
+    errors = [f"toy.toml: seed {seed}: it failed" for seed in (10, 0, 2)]
+    assert _jobs._merged([*errors, "other.toml: no config"]) == [
+        "toy.toml: seeds 0, 2, 10: it failed",
+        "other.toml: no config",
+    ]
+
+
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -78,7 +78,7 @@ class _Run:
         self._unmeasured: list[Unit] = []
 
     def without_records(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the units that have to run, each once, and say so of those that have records."""
+        """Return the units to run, each once, and report those that have records."""
         records: dict[tuple[Path, int], Unit] = {}
         for unit in units:
             records.setdefault((unit.folder(self._root), unit.seed), unit)
@@ -202,7 +202,7 @@ def _merged(errors: Sequence[str]) -> list[str]:
         seed, _, reason = reason.partition(": ")
         seeds.setdefault((place, reason), []).append(seed if found else "")
     return [
-        f"{place}: seed{'s' * (len(failed) > 1)} {', '.join(failed)}: {reason}" if failed[0] else place
+        f"{place}: seed{'s' * (len(failed) > 1)} {', '.join(sorted(failed, key=int))}: {reason}" if failed[0] else place
         for (place, reason), failed in seeds.items()
     ]
 
