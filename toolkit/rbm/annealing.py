@@ -452,14 +452,14 @@ class _FastChains:
         return self.reference + beta * (self.joint.visible.bias - self.reference)
 
     def _slope_of(self, visible: Tensor, beta: float) -> Tensor:
-        """Return the slope of a(v) with the temperature, (N,); exact for a step of Gaussian units half-way of it."""
+        """Return the slope of a(v) with the temperature, (N,); for Gaussian units, exact at the middle of a step."""
         if isinstance(self.joint.visible, Gaussian):
             # From the bias of the moment on: the squares of v and of the bias are large numbers that nearly cancel.
             visible = torch.sub(visible, self._bias(beta), out=self.visible_mean[: len(visible)])
         return visible @ self.slope
 
     def _steepest(self) -> float:
-        """Return the most that an input of a hidden unit can be, in magnitude: no visible unit exceeds 1."""
+        """Return the largest possible magnitude of an input of a hidden unit; no visible unit exceeds 1."""
         if isinstance(self.joint.visible, Gaussian):
             return math.inf
         ends = [part.sum(0) + self.joint.hidden.bias for part in (self.weights.clamp(min=0), self.weights.clamp(max=0))]

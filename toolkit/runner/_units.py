@@ -61,7 +61,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a unit: the values that belong into its record, or an error in one line; and its time."""
+    """The result of a unit: the values of its record, or an error in one line, and its time."""
 
     values: tuple[Any, ...] = ()
     error: str = ""

@@ -25,7 +25,7 @@ class Workers(Protocol):
 
     @property
     def count(self) -> int:
-        """The number of units to have submitted: more than run, so that none waits for the main process."""
+        """The most units to submit at a time: more than run at once, so that no process waits for the next."""
         ...
 
     def submit(self, task: Task, unit: Unit) -> Future[Answer]:

@@ -186,7 +186,7 @@ def run_training(trainer: FusedTrainer, data: Data, course: Course, plan: Plan) 
 
 
 class _Training(Run[tuple[Tensor, int]]):
-    """Training of a machine: a batch is its rows, and how many rows of the epoch came before."""
+    """Training of a machine: a batch is a pair of its rows and the number of rows of the epoch before it."""
 
     room = "rbm"
     same = "`checkpoint` should be of the same machine, trainer and data, or a new file."
@@ -300,7 +300,7 @@ def _settings(trainer: FusedTrainer, n_rows: int | None, plan: Plan) -> dict[str
         **{name: as_json(getattr(trainer, name, None)) for name in _SETTINGS},
     }
     estimator = plan.belongs_to or {}
-    return {**estimator, **settings, **estimator}  # an estimator's parameters are told of first
+    return {**estimator, **settings, **estimator}  # differences in an estimator's parameters are reported first
 
 
 def _seeds(generator: torch.Generator, trainer: FusedTrainer, plan: Plan) -> dict[str, Any]:
