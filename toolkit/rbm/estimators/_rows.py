@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -39,45 +39,34 @@ _KEPT = "?bBhilqfd"
 Check = Callable[[Any], None]
 
 
-class Rows(Protocol):
-    """Rows that can be read again and again."""
-
-    @property
-    def n_rows(self) -> int:
-        """N."""
-
-    def blocks(self) -> Iterator[Tensor]:
-        """Yield all rows in order, in blocks (B, D)."""
-
-    def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
-        """Yield all rows in a random order, in blocks of whole batches except for the last block of a chunk."""
-
-    @property
-    def streams(self) -> tuple[torch.Generator, ...]:
-        """The generators that decide the order of the rows."""
-
-    @property
-    def fingerprint(self) -> Callable[[], Any] | None:
-        """A function that returns the fingerprint of all rows; None if they are not in memory."""
-
-
 @dataclass(frozen=True)
 class _Dense:
+    """Rows of a tensor, which can be read again and again; `_Sparse` and `_Chunked` have the same parts.
+
+    Attributes:
+        x: (N, D).
+        streams: The generators that decide the order of the rows.
+    """
+
     x: Tensor
     streams: tuple[torch.Generator, ...] = ()
 
     @property
     def n_rows(self) -> int:
+        """N."""
         return len(self.x)
 
     @property
     def fingerprint(self) -> Callable[[], Any]:
+        """A function that returns the fingerprint of all rows; None if they are not in memory."""
         return lambda: fingerprint(self.x)
 
     def blocks(self) -> Iterator[Tensor]:
+        """Yield all rows in order, in blocks (B, D)."""
         yield from self.x.split(_block_length(self.x.shape[1], 1))
 
     def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
+        """Yield all rows in a random order, in blocks of whole batches except for the last block of a chunk."""
         for where in _parts(self.n_rows, self.x.shape[1], generator, batch_size):
             yield self.x[where.to(self.x.device)]
 
@@ -108,7 +97,7 @@ class _Sparse:
 
 @dataclass(frozen=True)
 class _Chunked:
-    again: Callable[[torch.Generator | None], Iterator[Rows]]
+    again: Callable[[torch.Generator | None], Iterator[_Dense | _Sparse]]
     n_rows: int
     streams: tuple[torch.Generator, ...]
     fingerprint: None = None
@@ -120,6 +109,9 @@ class _Chunked:
     def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
         for chunk in self.again(generator):
             yield from chunk.shuffled(generator, batch_size)
+
+
+Rows: TypeAlias = _Dense | _Sparse | _Chunked
 
 
 def read_rows(
@@ -229,7 +221,7 @@ def _read_chunks(
     form: Form | None = None
     learn = reset
 
-    def again(generator: torch.Generator | None) -> Iterator[Rows]:
+    def again(generator: torch.Generator | None) -> Iterator[_Dense | _Sparse]:
         nonlocal form, learn
         for piece in source(generator):
             matrix: Any = piece[0] if isinstance(piece, list | tuple) else piece

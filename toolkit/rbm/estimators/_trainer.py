@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,25 +21,6 @@ from toolkit.rbm.training.fused import FusedTrainer
 __all__ = ["ExactTrainer", "Method", "Options", "Trainer", "trainer_of"]
 
 Method: TypeAlias = Literal["pcd", "cd", "fpcd", "tempering", "exact"]
-
-
-class Trainer(Protocol):
-    """The interface of a trainer."""
-
-    batch_size: int
-
-    @property
-    def chains(self) -> Tensor | None:
-        """(M, H) or (T, M, H), or None."""
-
-    def step(self, data: Tensor, *, learning_rate: float) -> None:
-        """Update the parameters."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state that the next steps depend on."""
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state."""
 
 
 class ExactTrainer:
@@ -95,6 +76,9 @@ class ExactTrainer:
         """Continue from a state."""
         if state:
             self._offsets = Offsets(state["visible_offset"], state["hidden_offset"])
+
+
+Trainer: TypeAlias = FusedTrainer | ExactTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
