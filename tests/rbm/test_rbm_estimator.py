@@ -387,6 +387,15 @@ def test_score_is_the_same_each_time_and_follows_the_attributes():
     assert math.isclose(total, 1, rel_tol=1e-10)
 
 
+def test_log_partition_follows_attributes_whose_values_only_change_places():
+    found, _ = trained(BernoulliRBM)
+    found.components_ = np.arange(18.0).reshape(3, 6) / 8 - 1  # every sum of them is exact
+    found.intercept_visible_ = np.arange(6.0) / 2
+    for _ in range(2):
+        assert math.isclose(np.exp(found.log_likelihood(binary_states(6))).sum(), 1, rel_tol=1e-10)
+        found.components_ = found.components_[:, ::-1].copy()
+
+
 @every_machine
 def test_log_partition_that_cannot_be_enumerated_is_estimated(machine, monkeypatch):
     found, _ = trained(machine)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeAlias, cast, get_args
@@ -19,6 +20,7 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from toolkit._checkpoint import fingerprint
 from toolkit._checks import choice, integer, level, number
 from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, is_chunked
 from toolkit._divergence import DivergenceError
@@ -532,8 +534,9 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         check_is_fitted(self, "components_")
         with no_graph():
             rbm = copy.deepcopy(self._machine()).double()
-            key = tuple(float(f) for p in rbm.parameters() for f in (p.sum(), p.square().sum()))
-            known: tuple[tuple[float, ...], float] | None = getattr(self, "_log_partition", None)
+            # As integers, whose fingerprint is that of all bits: of the numbers, it would be two sums.
+            key = [fingerprint(p.view(torch.int64), most=sys.maxsize) for p in rbm.parameters()]
+            known: tuple[object, float] | None = getattr(self, "_log_partition", None)
             if known is None or known[0] != key:
                 known = self._log_partition = key, self._find_log_partition(rbm)
         return known[1]
