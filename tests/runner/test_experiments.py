@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import time
 import tomllib
 from types import SimpleNamespace
 
@@ -294,6 +295,23 @@ def test_force_runs_finished_seeds_again(tmp_path, monkeypatch):
     assert record.stat().st_mtime_ns == before
     assert CliRunner().invoke(main, [*arguments, "--force"]).exit_code == 0
     assert record.stat().st_mtime_ns > before
+
+
+def test_a_record_that_is_older_than_a_shared_module_says_so(tmp_path):
+    path = toy.install("toy_shares", tmp_path)
+    module = tmp_path / "experiments" / "toy_shares.py"
+    helper, beside = module.with_name("_toy_shared.py"), tmp_path / "toy_beside.py"
+    helper.write_text("from toy_beside import NUMBER\n")
+    beside.write_text("NUMBER = 1\n")
+    module.write_text(module.read_text() + "\nfrom ._toy_shared import NUMBER\n")
+    run_config(load_config(path), tmp_path / "results")
+    arguments = ["run", str(path), "--results", str(tmp_path / "results")]
+    assert "all 2 seeds have records already\n" in CliRunner().invoke(main, arguments).stderr
+    for file in (beside, helper):
+        future = time.time_ns() + 10**9
+        os.utime(file, ns=(future, future))
+        older = f"all 2 seeds have records already, older than {file}; renew with `--force`\n"
+        assert older in CliRunner().invoke(main, arguments).stderr
 
 
 def test_list_shows_experiments_blocks_and_configs():

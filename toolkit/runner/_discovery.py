@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import pkgutil
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["BUNDLE", "experiment_folders", "here_or_bundled", "import_experiment"]
+__all__ = ["BUNDLE", "experiment_folders", "here_or_bundled", "import_experiment", "sources_of"]
 
 _INSTALLED = Path(__file__).with_name("bundled")
 
@@ -47,6 +49,27 @@ def import_experiment(name: str, folder: Path) -> ModuleType:
     if folder.parent != BUNDLE and str(folder.parent) not in sys.path:
         sys.path.append(str(folder.parent))
     return importlib.import_module(f"{_package(folder)}.{name}")
+
+
+@cache
+def sources_of(module: ModuleType) -> list[Path]:
+    """Return the file of an experiment, and those of the modules it imports from its folder or from beside it."""
+    places = (folder := Path(str(module.__file__)).parent, folder.parent)
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        file = Path(getattr(one, "__file__", None) or "")
+        if one.__name__ in found or file.parent not in places or file.suffix != ".py":
+            continue
+        found[one.__name__] = file
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                source = importlib.util.resolve_name("." * node.level + (node.module or ""), one.__package__)
+                names = [source, *(f"{source}.{name}" for name in names)]
+            waiting += [sys.modules[name] for name in names if name in sys.modules]
+    return list(found.values())
 
 
 def _package(folder: Path) -> str:

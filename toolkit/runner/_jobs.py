@@ -95,9 +95,9 @@ class _Run:
         return left
 
     def _age(self, unit: Unit) -> str:
-        """Return a remark if a record is older than its experiment."""
-        older = is_older(unit.folder(self._root), unit.seed, unit.module)
-        return f", older than {unit.module}; renew with `--force`" if older else ""
+        """Return a remark if a record is older than its experiment, or than a module that the experiment shares."""
+        newer = [file for file in unit.sources if is_older(unit.folder(self._root), unit.seed, file)]
+        return f", older than {newer[0]}; renew with `--force`" if newer else ""
 
     def all_of(self, units: list[Unit], workers: Callable[[int], contextlib.AbstractContextManager[Workers]]) -> None:
         """Run the units in their order; a unit whose process is killed runs again.

@@ -15,6 +15,7 @@ from typing import Any
 
 from toolkit.runner._comparison import RunError, folder_of, record_of, times_of
 from toolkit.runner._config import ConfigError, LoadedConfig, load_config
+from toolkit.runner._discovery import sources_of
 
 __all__ = ["Answer", "Message", "Tell", "Unit", "measured", "trained", "units_of"]
 
@@ -50,9 +51,9 @@ class Unit:
         return _loaded(self.path, self.overrides)
 
     @property
-    def module(self) -> Path:
-        """The file of its experiment."""
-        return Path(str(self.config.module.__file__))
+    def sources(self) -> list[Path]:
+        """The file of its experiment, and those of the modules that the experiment shares."""
+        return sources_of(self.config.module)
 
     def folder(self, root: Path) -> Path:
         """Return the folder of its record in a results folder."""
@@ -119,7 +120,7 @@ def _answer(unit: Unit, function: Callable[[LoadedConfig], tuple[Any, ...]]) -> 
         return Answer(error=f"{unit.path}: seed {unit.seed}: {error}")
     except (Exception, SystemExit) as error:
         line = next(iter(str(error).splitlines()), repr(error))
-        at = _place(error, unit.module.parent)
+        at = _place(error, unit.sources[0].parent)
         return Answer(error=f"{unit.path}: seed {unit.seed}: {type(error).__name__}: {line}{at}")
 
 
