@@ -239,6 +239,22 @@ def test_places_have_file_line_and_column(pair):
     ]
 
 
+def test_regions_of_one_with_are_places_of_their_own(pair):
+    def loss():
+        a = pair.a(pair.x)
+        with torch.no_grad(), contextlib.nullcontext(), torch.inference_mode():
+            b, line = a.exp(), _line()
+        return (a * b.clone()).sum(), line
+
+    found, line = audit(lambda: loss()[0], pair.a), loss()[1] - 1
+    first = 9 if sys.version_info < (3, 13) else 14  # of the `with`, or of its expression
+    places = {f"{HERE}:{line}:{first}": "no_grad", f"{HERE}:{line}:57": "inference_mode"}
+    assert found.kinds == places
+    assert [effect.verdict.kind for effect in found.effects] == ["no-op", "no-op"]
+    assert [effect.name for effect in found.sets] == [" + ".join(places)]
+    assert not found.remarks
+
+
 def test_a_critic_with_three_detaches_gets_three_verdicts(pair):
     reward = torch.randn(6)
 

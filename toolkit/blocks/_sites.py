@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 __all__ = ["Site", "caller", "site_of"]
 
 # Modules that only pass a call on: contexts, decorators of generator functions, compiled code.
 _PASSING = ("contextlib", "torch.utils._contextlib", "torch._dynamo.eval_frame")
+_ENTERS = dis.opmap.get("BEFORE_WITH")  # the instruction that enters a context, up to Python 3.13
 _ROOM = os.path.normcase(f"{Path(__file__).parent}{os.sep}")
 
 
@@ -33,9 +36,27 @@ class Site:
 def site_of(frame: FrameType) -> Site:
     """Return the place that a frame has reached."""
     code = frame.f_code
-    positions = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+    reached = _further_items(code).get(frame.f_lasti, frame.f_lasti)
+    positions = next(itertools.islice(code.co_positions(), reached // 2, None))
     line, column = positions[0] or frame.f_lineno, positions[2]
     return Site(code.co_filename, line, 0 if column is None else column + 1, code.co_qualname)
+
+
+@functools.lru_cache(256)
+def _further_items(code: CodeType) -> dict[int, int]:
+    """Return for each context of a ``with``, except the first: the instruction that enters it -> the one before it.
+
+    Before Python 3.13 all contexts of a ``with`` are entered at its own place. The instruction before that has the
+    place of the expression.
+    """
+    instructions, places = code.co_code, list(code.co_positions())
+    first, found = dict[Any, Any](), dict[int, int]()
+    for offset in range(0, len(instructions), 2):
+        if instructions[offset] == _ENTERS:
+            expression = places[offset // 2 - 1]
+            if first.setdefault(places[offset // 2], expression) != expression:
+                found[offset] = offset - 2
+    return found
 
 
 def caller() -> Site:
