@@ -245,6 +245,32 @@ def test_one_optimiser_for_each_parameter_takes_one_step(write, tmp_path):
     assert "step 2" not in found.stderr
 
 
+def test_optimisers_that_step_in_hooks_of_the_backward_pass(write, tmp_path):
+    write(
+        """
+        import torch
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+        optimisers = {weight: torch.optim.SGD([weight], 0.1) for weight in net.parameters()}
+        def update(weight):
+            optimisers[weight].step()
+            optimisers[weight].zero_grad()
+        for weight in net.parameters():
+            weight.register_post_accumulate_grad_hook(update)
+        for step in range(4):
+            y = net(torch.randn(5, 3))
+            loss = (y * y.detach()).mean()
+            loss.backward()
+            print("step", step, loss.item())
+        """
+    )
+    found = _run(tmp_path, "train.py", "--step", "3", "--verify", "--continue", "--json")
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    assert _verdicts(told) == {"train.py:13:17": "partial"}
+    assert f"step 2 {told['loss']}" in found.stderr.splitlines()
+
+
 def test_a_script_without_an_optimiser(write, tmp_path):
     write(
         """

@@ -150,6 +150,7 @@ class ScriptRun:
         self.lessons, self._attended, self.is_attending = Lessons.read(), ExitStack(), False
         self._thread, self._is_passing, self._others = this_thread(), False, dict[str, None]()
         self._gradients = self._transforms = self._processes = self._in_step = 0
+        self._steps_when_over = False
 
     def run(self, script: Script) -> None:
         """Run a script until the question is answered, or to its end.
@@ -263,6 +264,9 @@ class ScriptRun:
             setattr(BaseProcess, "start", original)  # noqa: B010
 
     def _count(self, *_: Any) -> None:
+        if self._is_passing and torch._C._current_autograd_node() is not None:  # in a hook of the backward pass
+            self._steps_when_over = True
+            return
         if this_thread() != self._thread:
             self._others[threading.current_thread().name] = None
             return
@@ -286,6 +290,9 @@ class ScriptRun:
                 yield
         finally:
             self._is_passing = False
+        if self._steps_when_over:
+            self._steps_when_over = False
+            self._count()
 
     @contextmanager
     def _counted(self, value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
