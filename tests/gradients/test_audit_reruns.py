@@ -121,11 +121,11 @@ def _gradient(text, number):
     """Run a script up to its backward pass `number`; return the gradient of all its parameters, as one vector."""
     names, count = {}, 0
 
-    def backward(value):
+    def backward(value, **options):
         nonlocal count, found
         count += 1
         if count < number:
-            return original(value)
+            return original(value, **options)
         modules = {key: one for key, one in names.items() if isinstance(one, nn.Module)}
         leaves = [one for key, one in sorted(names.items()) if isinstance(one, torch.Tensor) and one.requires_grad]
         leaves = [
@@ -244,6 +244,28 @@ def test_a_parameter_that_only_a_further_run_reaches_is_cut(ask):
     assert effect["leak"] == pytest.approx((opened - plain).norm().item(), rel=1e-5)
     assert effect["per_parameter"]["log_alpha"]["leak"] == pytest.approx(effect["leak"])
     assert all("log_alpha" in other["per_parameter"] for other in found["effects"])
+
+
+def test_a_stop_of_an_earlier_step_whose_graph_is_kept_opens(ask):
+    text = """
+encoder, head, critic = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+optimizers = [torch.optim.SGD(held.parameters(), 1e-2) for held in (head, critic)]
+for step in range(3):
+    features = encoder(torch.randn(7, 3)).tanh()
+    head(features).square().mean().backward(retain_graph=True)
+    optimizers[0].step()
+    encoder.zero_grad()
+    (critic(features.detach()) - 1).square().mean().backward()
+    optimizers[1].step()
+"""
+    found = ask(text, "--step", "4", "--rerun")
+    (effect,) = found["effects"]
+    assert effect["verdict"]["text"] == "cuts all paths to [encoder.bias, encoder.weight]"
+    plain, opened = (
+        _gradient(each, 4)
+        for each in (text, text.replace("features.detach()", "(features if step else features.detach())"))
+    )
+    assert effect["leak"] == pytest.approx((opened - plain).norm().item(), rel=1e-5)
 
 
 @pytest.mark.slow

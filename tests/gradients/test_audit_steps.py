@@ -734,6 +734,20 @@ def test_a_stop_of_an_earlier_step_counts_only_in_the_loss():
     assert shown.grad_fn is None
 
 
+def test_a_stop_of_an_earlier_step_whose_graph_is_kept_is_not_said_to_be_freed():
+    w = torch.tensor(3.0, requires_grad=True)
+    earlier = w * w
+    earlier.backward(retain_graph=True)
+    with audited({"w": w}) as answer:
+        (w * earlier.detach()).backward()
+    assert answer.audits[0].unopened[0].reason == "it stops a tensor from before this step"
+    with audited({"w": w}):
+        with torch.no_grad():
+            held = earlier.sin()
+        with pytest.raises(RuntimeError, match="it stops a tensor from before this step"):
+            (w * held).backward()
+
+
 @pytest.mark.parametrize("is_freed", [True, False])
 def test_a_stop_in_front_of_a_freed_graph_of_frozen_parameters_is_not_redundant(is_freed):
     torch.manual_seed(0)
@@ -1183,6 +1197,40 @@ def test_a_derivative_from_a_gradient_edge_is_one_inside_of_the_step():
     assert [entry.reason.partition(" reaches")[0] for entry in answer.audits[0].unopened] == [
         "a derivative inside of the step"
     ] * 2
+
+
+def _adaptive_weight(w, v, a, *, stops=True):
+    """Return the loss of a VQGAN in small: the weight of its second term is a ratio of gradients of the last layer."""
+    y = w.sin()
+    held = v * y + ((v * y).round() - v * y).detach() if stops else v * y + (v * y).round() - v * y
+    first, second = (a * held).square().sum(), (a * held).tanh().sum()
+    slopes = [torch.autograd.grad(term, a, retain_graph=True)[0].norm() for term in (first, second)]
+    return first + (slopes[0] / slopes[1]).detach() * second
+
+
+def test_a_stop_beside_the_paths_of_a_derivative_inside_of_the_step_opens():
+    w, v, a = (torch.randn(3, dtype=torch.float64).requires_grad_() for _ in range(3))
+    with audited({"w": w, "v": v, "a": a}) as answer:
+        _adaptive_weight(w, v, a).backward()
+    (step,) = answer.audits
+    assert not step.unopened
+    effect = next(effect for effect in step.effects if effect.verdict.kind == "makes")
+    leaks = torch.autograd.grad(_adaptive_weight(w, v, a, stops=False), [w, v, a])
+    expected = [leak - held.grad for leak, held in zip(leaks, (w, v, a), strict=True)]
+    assert effect.leak == pytest.approx(torch.cat(expected).norm().item())
+
+
+@pytest.mark.parametrize("inner", ["y", "middle"])
+def test_a_stop_on_a_path_of_a_derivative_inside_of_the_step_stays_closed(inner):
+    """The stopped tensor is a leaf by which the step differentiates: without the stop it is the tensor behind it."""
+    w = torch.randn(3, requires_grad=True)
+    with audited({"w": w}) as answer:
+        y = w.sin()
+        middle = y.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((middle * y.exp()).sum(), {"y": y, "middle": middle}[inner], create_graph=True)
+        (slope * y).sum().backward()
+    (entry,) = answer.audits[0].unopened
+    assert entry.reason.startswith("a derivative inside of the step reaches it")
 
 
 def test_a_backward_pass_by_a_gradient_edge_is_answered_and_one_from_it_refused():

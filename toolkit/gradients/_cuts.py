@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, carries_gradient
@@ -26,6 +26,7 @@ from toolkit.gradients._nodes import (
     is_cut,
     made_leaf,
     reachable_nodes,
+    source_of,
     successors,
 )
 from toolkit.gradients._places import TOOLKIT, TORCH
@@ -66,6 +67,7 @@ class CutBoard(GateBoard):
     Attributes:
         written: Regions with changes in place of a tensor that has its gradient from outside.
         nested: Blocks that stop a nested tensor with strides, which cannot be cut.
+        before: Block -> the node of a tensor from before the recording that it stops.
         first: The number of the first node.
         latest: The block met last.
     """
@@ -75,6 +77,7 @@ class CutBoard(GateBoard):
         super().__init__(records=True)
         self.written: set[str] = set()
         self.nested: set[str] = set()
+        self.before: dict[str, Any] = {}
         self.first, self.latest = next_number(), ""
         self._real, self._leaves, self._is_inside, self._process = real, list[Any](), False, os.getpid()
         self._anchor = torch.empty((), device="cpu", requires_grad=True)
@@ -95,7 +98,8 @@ class CutBoard(GateBoard):
         if input.is_nested and input.layout is torch.strided:  # autograd gives it no node with another input
             self.nested.add(name)
             return None
-        if self.is_earlier(get_gradient_edge(input).node):  # whose graph may be freed: it is known, and never passes
+        if self.is_earlier(node := get_gradient_edge(input).node):  # it may be freed: it is known, and never passes
+            self.before.setdefault(name, node)
             input = input.detach()
         self.latest = name
         return super(torch.autograd.Function, Cut).apply(self._anchor, (input,), name)  # type: ignore[no-any-return, no-untyped-call]
@@ -306,13 +310,34 @@ class CutBoard(GateBoard):
         if torch._C._current_autograd_node() is not None:
             self.inner.update(*(self._blocks_of(node) for root in roots for node in reachable_nodes(root, EVERY_BLOCK)))
 
-    def derive(self, roots: Collection[Any]) -> None:
-        """Prepare for a derivative that the program takes: blocks that it meets are `inner`."""
-        super().derive(roots)
+    def derive(self, roots: Collection[Any], ends: Collection[Any] | None) -> None:
+        """Prepare for a derivative that the program takes: blocks on its paths, once they are open, are `inner`."""
+        super().derive(roots, ends)
         if self._in_forward:
-            for root in roots:
-                for node in reachable_nodes(root, EVERY_BLOCK):
-                    self.inner |= gate_of(node)
+            nodes = {node for root in roots for node in reachable_nodes(root, EVERY_BLOCK)}
+            self.inner.update(*map(gate_of, nodes if ends is None else self._leading_to(ends, nodes)))
+
+    def _leading_to(self, ends: Collection[Any], nodes: Collection[Any]) -> Iterator[Any]:
+        """Yield the nodes with a path to one of these tensors and gradient edges.
+
+        An end that was made of a constant may itself be the tensor behind a stop, so the nodes behind it count, too.
+        """
+        edges = {end.node if isinstance(end, GradientEdge) else getattr(end, "grad_fn", None) for end in ends}
+        leaves = {id(end) for end in ends}
+        known = {*nodes, *self._leaves}
+        stack = [node for node in known if node in edges or id(getattr(node, "variable", None)) in leaves]
+        for made in filter(source_of, stack):
+            yield from reachable_nodes(made, EVERY_BLOCK)
+        before, seen = dict[Any, list[Any]](), set(stack)
+        for node in nodes:
+            for behind in successors(node):
+                before.setdefault(behind, []).append(node)
+        while stack:
+            for node in before.get(stack.pop(), ()):
+                if node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+                    yield node
 
 
 def _hooks(node: Any) -> list[dict[int, Any]]:

@@ -288,8 +288,8 @@ class GateBoard(Gates):
     def explain(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise another error in the place of that of a call, if the board is its cause."""
 
-    def derive(self, roots: Collection[Any]) -> None:
-        """Prepare for a derivative that the program takes from these nodes."""
+    def derive(self, roots: Collection[Any], ends: Collection[Any] | None) -> None:
+        """Prepare for a derivative that the program takes from these nodes by `ends`; see `_ends_of`."""
         self.close_regions(roots)
 
     def deriving(self) -> AbstractContextManager[None]:
@@ -405,6 +405,12 @@ _GRAD_FN = torch._C.TensorBase.__dict__["grad_fn"].__get__
 _REQUIRE_GRADIENT = torch._C.TensorBase.__dict__["requires_grad"].__set__
 
 
+def _ends_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tensors and gradient edges at which a derivative ends; None if it may end at every leaf."""
+    inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
+    return None if inputs is None else tree_leaves(inputs, is_leaf=lambda found: isinstance(found, GradientEdge))
+
+
 class _Watch(TorchFunctionMode):
     """Observes every call of a forward pass: derivatives before they are taken, `enable_grad`, and hooks."""
 
@@ -423,7 +429,7 @@ class _Watch(TorchFunctionMode):
         elif not torch._C.is_grad_enabled() and not serves_toolkit(sys._getframe(1)):
             self._board.unrecorded += any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))
         if func in self._derivatives:
-            self._board.derive(roots_in((args, kwargs)))
+            self._board.derive(roots_in((args, kwargs)), _ends_of(func, args, kwargs))
             with self._board.deriving():
                 return func(*args, **kwargs)
         elif func is torch._C._set_grad_enabled:

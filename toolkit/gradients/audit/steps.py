@@ -54,6 +54,7 @@ __all__ = ["EARLIER", "AuditedStep", "Recorder", "Storages", "Unrecordable", "au
 EARLIER = "it stops a tensor of an earlier backward pass, whose graph is freed"
 """The reason why a place stays closed whose tensors lead to a graph that is gone."""
 
+_BEFORE = "it stops a tensor from before this step"
 _NESTED = "it stops a nested tensor, which is recorded in the layout torch.jagged alone"
 _INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
 _NOT_DERIVED = "an operation inside of it has no derivative"
@@ -151,7 +152,9 @@ class Recorder:
 
     def _closed(self, answers: StepAnswers, comparison: Comparison) -> dict[str, str]:
         """Return the blocks that stayed closed, or opened only in part, with reasons."""
-        earlier = dict.fromkeys(sorted(answers.earlier.difference(comparison.unopened)), EARLIER)
+        earlier = {
+            name: answers.why_earlier([name]) for name in sorted(answers.earlier.difference(comparison.unopened))
+        }
         nested = dict.fromkeys(sorted(self.board.nested.difference(comparison.unopened)), _NESTED)
         if any(tensor() is not None for tensor, _ in self._parted):
             gc.collect()  # the graph of an earlier pass may end in a cycle, and keeps its values until then
@@ -335,6 +338,11 @@ class StepAnswers(Answers):
             raise Closed(EARLIER)
         return Leak({name: flat(leak) for name, leak in leaks.items()}, reached, carried=carried)
 
+    def why_earlier(self, names: Iterable[str]) -> str:
+        """Return the reason why blocks stay closed that stop tensors from before the recording."""
+        with self.quietly():
+            return _earlier(node for name in names for node in reachable_nodes(self.board.before[name], EVERY_BLOCK))
+
     def _leads_to_freed(self, open: Collection[str]) -> bool:
         """Return whether a gradient would come to a freed graph, which may end at parameters that are frozen by now."""
         sources = [cut.source for cut in self._arrived if cut.source is not None and gate_of(cut) <= frozenset(open)]
@@ -389,7 +397,7 @@ class StepAnswers(Answers):
         if opened & self.board.nested:
             raise Closed(_NESTED)
         if opened & self.earlier.difference(*(gate_of(cut) for cut in self._cuts if cut.source is not None)):
-            raise Closed(EARLIER)
+            raise Closed(self.why_earlier(opened & self.earlier))
         if opened & self._bent:
             raise Closed("a hook or a custom function behind it may not be linear")
         leaks, reached = dict[str, Tensor](), set(self.plain.reached)
@@ -562,11 +570,18 @@ def refuse_strays(value: Tensor, board: CutBoard, open: Collection[str] = ()) ->
     for node in entries:
         regions = regions_of(node) - opened
         found.update(dict.fromkeys(regions & board.blurred, _BLURRED))
-        for behind in filter(strays, [node, *_plainly_behind([node])]) if some_stray else ():
-            reason = EARLIER if board.is_earlier(behind) else "a hook or a custom function behind it would run"
-            found.update(dict.fromkeys(regions, reason))
+        strange = list(filter(strays, [node, *_plainly_behind([node])])) if some_stray else []
+        if earlier := list(filter(board.is_earlier, strange)):
+            found.update(dict.fromkeys(regions, _earlier(earlier)))
+        elif strange:
+            found.update(dict.fromkeys(regions, "a hook or a custom function behind it would run"))
     if found:
         raise Unrecordable(found)
+
+
+def _earlier(nodes: Iterable[Any]) -> str:
+    """Return the reason why a place stays closed that stops a tensor with these nodes, from before the recording."""
+    return EARLIER if any(map(is_freed, nodes)) else _BEFORE
 
 
 @contextmanager
