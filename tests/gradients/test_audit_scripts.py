@@ -591,6 +591,21 @@ def test_the_answer_alone_is_on_stdout_wherever_the_script_goes(write, tmp_path)
     assert found.stderr.count("printed at the end") == 2
 
 
+def test_a_stop_beside_a_derivative_inside_of_the_step_is_opened(write, tmp_path):
+    write(
+        """
+        import torch
+        w, a = torch.tensor([0.3, 0.5], requires_grad=True), torch.tensor([0.2, 0.7], requires_grad=True)
+        held = w * w.detach()
+        slope, = torch.autograd.grad((a * held).square().sum(), a, retain_graph=True)
+        ((a * held).sum() * slope.norm().detach()).backward()
+        """
+    )
+    found = _run(tmp_path, "train.py", "--json")
+    assert found.returncode == 0, found.stderr
+    assert _verdicts(json.loads(found.stdout))["train.py:4:12"] == "partial"
+
+
 def test_stops_in_a_derivative_inside_of_the_step_are_not_opened(write, tmp_path):
     """Without them the loss itself would be another one."""
     write(

@@ -401,20 +401,22 @@ _REPLACES = "toolkit.gradients.replaces"
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
+# Under another name than that of torch, which an audit of a script replaces.
+_GRAD = torch.autograd.grad
 _GRAD_FN = torch._C.TensorBase.__dict__["grad_fn"].__get__
 _REQUIRE_GRADIENT = torch._C.TensorBase.__dict__["requires_grad"].__set__
 
 
 def _ends_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
     """Return the tensors and gradient edges at which a derivative ends; None if it may end at every leaf."""
-    inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
+    inputs = args[1] if func is _GRAD and len(args) > 1 else kwargs.get("inputs")
     return None if inputs is None else tree_leaves(inputs, is_leaf=lambda found: isinstance(found, GradientEdge))
 
 
 class _Watch(TorchFunctionMode):
     """Observes every call of a forward pass: derivatives before they are taken, `enable_grad`, and hooks."""
 
-    _derivatives = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+    _derivatives = frozenset({_GRAD, torch.autograd.backward, Tensor.backward})
 
     def __init__(self, board: GateBoard) -> None:
         super().__init__()
