@@ -394,9 +394,11 @@ def test_a_stop_of_the_tensor_object_itself(ask, tmp_path):
     assert effect["verdict"]["kind"] == "partial"
 
 
-def test_a_stop_that_another_thread_comes_to_as_well_is_not_compared(ask):
+@pytest.mark.parametrize("stop", ["y.detach()", slow('stop_gradient(y, "fixed")')])
+def test_a_stop_that_another_thread_comes_to_as_well_is_not_compared(ask, stop):
     """Without the stop the backward pass of the function nests without end; autograd then takes another thread."""
     text = """
+        from toolkit import stop_gradient
         class Fixed(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x):
@@ -416,7 +418,7 @@ def test_a_stop_that_another_thread_comes_to_as_well_is_not_compared(ask):
             Fixed.apply(net(torch.randn(4, 3))).mean().backward()
             optimizer.step()
         """
-    found = ask(text, "--step", "2", "--rerun")
+    found = ask(text.replace("y.detach()", stop), "--step", "2", "--rerun")
     assert found["reruns"] == []
     assert [entry["reason"] for entry in found["unopened"]] == [
         "a further run of the script comes to it in another thread, too, where it stays in place"

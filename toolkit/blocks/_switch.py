@@ -45,9 +45,18 @@ Watch = Callable[[Tensor, str, Site], None]
 
 
 class Reached(set[str]):
-    """The blocks that were reached while they were open, and whether a comparison ran meanwhile, which closes them."""
+    """The blocks that were reached while they were open.
+
+    Attributes:
+        is_compared: Whether a comparison ran meanwhile, which closes them.
+        elsewhere: The blocks among them that another thread reached meanwhile, where they are closed.
+    """
 
     is_compared = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere: set[str] = set()
 
 
 class State(NamedTuple):
@@ -77,6 +86,7 @@ _active = 0
 
 # Of all threads, so that a block that is met in another one than its comparison does not go unnoticed.
 _gates: dict[object, Gates] = {}
+_openings: dict[int, tuple[Reached, frozenset[str]]] = {}
 
 # For compiled code. Rebound, never mutated, so that Dynamo's guard notices.
 open_when_compiled: frozenset[str] = frozenset()
@@ -109,7 +119,11 @@ def opened(*names: Block | str, leaves_out: bool = False) -> Iterator[Reached]:
         return state._replace(open=state.open | names_opened, reached=reaching, left_out=left_out)
 
     with entered(change, names_opened):
-        yield reached
+        _openings[id(reached)] = reached, names_opened
+        try:
+            yield reached
+        finally:
+            del _openings[id(reached)]
 
 
 @contextmanager
@@ -180,9 +194,11 @@ def open_region(state: State, name: str) -> Iterator[None]:
 
 
 def note_elsewhere(name: str) -> None:
-    """Tell the gates of other threads of a block that they do not see."""
+    """Tell other threads, which compare or open blocks, of a block that they do not see."""
     for gates in tuple(_gates.values()):
         gates.note_elsewhere(name)
+    for reached, names in tuple(_openings.values()):
+        reached.elsewhere.update(names & {name})
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Found:
         digests: The loss and the gradients of each attended backward pass.
         reached: The open places that a gradient-carrying tensor reached.
         met: The places that the step came to.
-        elsewhere: Calls in other threads, with their places.
+        elsewhere: Calls in other threads, with their places, and the names of open blocks.
         nested: Place -> the regions around it.
         closed: Place -> the reason why it stayed closed.
         partly: Place -> the parts that stayed blocked.
@@ -121,7 +121,7 @@ class OpenedRun(ScriptRun):
             finally:
                 self.found.reached |= reached
                 self.found.met |= bare.sites.keys()
-                self.found.elsewhere |= bare.elsewhere.keys()
+                self.found.elsewhere |= bare.elsewhere.keys() | reached.elsewhere
                 self.found.nested |= bare.nested
                 self.found.closed |= bare.real
                 self.found.partly |= bare.partly
@@ -247,7 +247,7 @@ class _Entry(NamedTuple):
         for place in places:
             if reason := found.closed.get(place):
                 raise _Closed(reason)
-            if any(call.endswith(f" at {place}") for call in found.elsewhere):
+            if any(call == place or call.endswith(f" at {place}") for call in found.elsewhere):
                 raise _Closed(_ELSEWHERE)
             if is_site(place) and not found.error and place not in found.met:
                 raise _Closed("a further run of the script does not come to it")
