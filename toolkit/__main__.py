@@ -121,6 +121,7 @@ def audit(
     if update and expect is None:
         _stop("`--update` should stand beside `--expect`. Found it alone.")
     expected = [] if expect is None or update else _expected(expect)
+    command = shlex.join(["stopgrad", *sys.argv[1:]])  # the program has other words
     program = words[0] if module is None else module
     file, _, function = program.rpartition(":")
     if module is None and file and function.isidentifier() and not Path(program).is_file():
@@ -139,7 +140,7 @@ def audit(
             _bear_witness(script, question, witness, opened)
         answers, verified, code = _answers_of_script(script, question, verify=verify, rerun=rerun)
     named = {f"step {step}, backward pass {number}" if number else "": answer for number, answer in answers.items()}
-    pages = [] if page_path is None else _write_pages(page_path, named, program)
+    pages = [] if page_path is None else _write_pages(page_path, named, program, command)
     is_valid = all(answer.valid for answer in answers.values()) and not verified.startswith("NOT")
     _print(named, verified, form)
     if form == "github":
@@ -147,7 +148,7 @@ def audit(
     is_expected = True
     if expect is not None and is_valid:
         asked = None if update else [stop for stop in expected if all_passes or stop.backward in answers]
-        is_expected = _holds(expect, asked, answers, form)
+        is_expected = _holds(expect, asked, answers, form, command)
     for page in pages:
         click.echo(f"page: {page}", err=True)
     sys.exit(code if is_valid and is_expected else 1)
@@ -180,14 +181,14 @@ def _expected(path: Path) -> list[Any]:
     return tables.get(_TABLE, [])
 
 
-def _holds(path: Path, expected: list[Any] | None, answers: dict[int, Any], form: str) -> bool:
+def _holds(path: Path, expected: list[Any] | None, answers: dict[int, Any], form: str, command: str) -> bool:
     """Print each difference from the expected stops, and return whether there is none; None writes the table."""
     from toolkit.gradients.audit.annotations import error_of
     from toolkit.gradients.audit.expectations import differences, stops_of, write_tables
 
     found = [stop for backward, answer in answers.items() for stop in stops_of(answer, path.parent, backward)]
     if expected is None:
-        write_tables(path, {_TABLE: found}, shlex.join(["stopgrad", *sys.argv[1:]]))
+        write_tables(path, {_TABLE: found}, command)
         plural = "" if len(found) == 1 else "s"
         click.echo(f"expectations: {len(found)} stop{plural} in {path}", err=True)
         return True
@@ -367,11 +368,10 @@ def _advise(run: Any) -> None:
             answer.remarks.append(f"`--rerun` removes {them} not opened in a further run of the script")
 
 
-def _write_pages(path: Path, answers: dict[str, Any], program: str) -> list[Path]:
+def _write_pages(path: Path, answers: dict[str, Any], program: str, command: str) -> list[Path]:
     """Write a page for each answer, numbered if there are several; return the files."""
     from toolkit.gradients.audit.page import page
 
-    command = shlex.join(["stopgrad", *sys.argv[1:]])
     pages = [path] if len(answers) == 1 else [path.with_stem(f"{path.stem}-{i + 1}") for i in range(len(answers))]
     for to, (name, answer) in zip(pages, answers.items(), strict=True):
         try:

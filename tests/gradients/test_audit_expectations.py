@@ -336,8 +336,10 @@ def test_the_backward_passes_of_a_script(tmp_path):
         )
 
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = run("--all", "--update")
+    done = run("--all", "--update", "--page", "page.html")
     assert done.returncode == 0, done.stderr
+    command = "stopgrad audit train.py --step 2 --expect a.toml --all --update --page page.html"
+    assert all(command in (tmp_path / name).read_text() for name in ("a.toml", "page-1.html", "page-2.html"))
     rows = tomllib.loads((tmp_path / "a.toml").read_text("utf-8"))["stop"]
     assert [(row["file"], row["source"], row["backward"], row["verdict"]) for row in rows] == [
         ("train.py", "fake.detach()", 1, "cuts"),
