@@ -40,7 +40,7 @@ def page(found: Audit, title: str, command: str) -> str:
         title=_text(title),
         summary=_summary(found),
         effects=effects or "<p>Nothing in this program stops a gradient that could be opened.</p>",
-        others=f"<h2>What stays closed</h2>{others}" if others else "",
+        others=f"<h2>Not opened</h2>{others}" if others else "",
         graph=_graph(found),
         command=_text(command),
         versions=_text(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"),
@@ -56,7 +56,7 @@ def _summary(found: Audit) -> str:
         source = "The answer is taken from the graph of the step itself, or where it says so from another run."
     if not found.is_recorded:
         source = "With every place closed, the loss and every gradient are those of the plain program, bit for bit."
-    head = f"<p><strong>{_text(head)}.</strong> {source} Each place below was opened alone.</p>"
+    head = f"<p><strong>{_text(head)}.</strong> {source} Each stop below was opened (removed) alone.</p>"
     return head + "".join(f"<p>{_sentence(text)}</p>" for text in [found.summary(), *found.remarks])
 
 
@@ -96,6 +96,9 @@ def _says(verdict: Verdict) -> str:
     return {
         "cuts": f"<p>Only this keeps the gradient from {parameters}.</p>",
         "makes": f"<p>Without this the gradient of {parameters} is zero.</p>",
+        "partial": "<p>Without this the gradient is another one.</p>",
+        "redundant": "<p>Without this the gradient is the same, up to rounding.</p>",
+        "noise": "<p>Whether the gradient changes without this cannot be told: rounding is as large.</p>",
     }.get(verdict.kind, "")
 
 
@@ -260,7 +263,8 @@ _PAGE = """<!DOCTYPE html>
 <h1>What stops the gradient in {title}</h1>
 {summary}
 <p class="key">The dials: <b class="b">the gradient as the program has it</b>, upwards, and
-<b class="o">the gradient with this place open</b>, at its angle to it and to the same scale.</p>
+<b class="o">the gradient with this stop open</b>, at its angle to it and to the same scale. The leak is the norm of the
+part of the gradient that flows through the open stop.</p>
 {effects}
 {others}
 {graph}

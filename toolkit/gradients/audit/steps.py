@@ -56,7 +56,7 @@ EARLIER = "it stops a tensor of an earlier backward pass, whose graph is freed"
 
 _BEFORE = "it stops a tensor from before this step"
 _NESTED = "it stops a nested tensor, which is recorded in the layout torch.jagged alone"
-_INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
+_INNER = "a derivative inside of the step reaches it, so opening it would change values of the step, too"
 _NOT_DERIVED = "an operation inside of it has no derivative"
 _REWRITTEN = "its result is changed in place after it"
 _BLURRED = "a transform of torch.func switches recording on again inside of it"
