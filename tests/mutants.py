@@ -237,8 +237,13 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "bilevel": [
         (
+            "return still + factor * (moving - still).nan_to_num(0) if diff",
+            "return still + factor * (moving - still).nan_to_num(0) if True or diff",
+            "test_bilevel_unrolling",
+        ),
+        (
+            "return still + factor * (moving - still).nan_to_num(0) if diff",
             "return still + factor * (moving - still) if diff",
-            "return still + factor * (moving - still) if True or diff",
             "test_bilevel_unrolling",
         ),
         ("better = residual < least  # false for NaN", "better = residual == residual", "test_bilevel_solvers"),
@@ -254,7 +259,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "    if factor < 0:\n        return held",
             "test_bilevel_unrolling",
         ),
-        ("scale = torch.where(size > 0, size, 1)\n", "scale = torch.ones_like(size)\n", "test_bilevel_equilibrium"),
+        (
+            "    return peaks * torch.where(norms > 0, norms, 1)\n",
+            "    return torch.ones_like(norms)\n",
+            "test_bilevel_solvers",
+        ),
         ("        if not bool(curvature > 0):\n", "        if not bool(curvature != 0):\n", "test_bilevel_solvers"),
     ],
     "rbm": [
@@ -409,6 +418,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "quantization": [
+        ("bounded.round().clamp(-half, self.levels - 1 - half)", "bounded.round()", "test_quantization"),
         ("centred = codebook - mean\n", "centred = codebook\n", "test_quantization_vector"),
         ("quantizer.codebook.clone() if", "quantizer.codebook if", "test_quantization_vector"),
         ("chosen = noisy.argmax(", "chosen = torch.softmax(noisy / temperature, dim).argmax(", "test_quantization"),
@@ -475,7 +485,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "losses)",
             "test_weighting_balancing",
         ),
-        ("create_graph=graph)", "create_graph=False)", "test_weighting_balancing"),
+        ("create_graph=graph, mat", "create_graph=False, mat", "test_weighting_balancing"),
         (
             "        if not self.training:\n            scale, shift = self._with",
             "        if False:\n            scale, shift = self._with",

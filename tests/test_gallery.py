@@ -14,15 +14,32 @@ import torch
 from accelerator import ACCELERATOR
 from torch.utils._pytree import tree_leaves
 
-from toolkit.bilevel import newton_step
-from toolkit.curvature import gaussian_kl_from_held, kl_from_held, robust_loss, scale_gradient
+from toolkit.bilevel import adapt, conjugate_gradient, newton_step, truncated_scan
+from toolkit.curvature import (
+    gaussian_kl_from_held,
+    hessian_product,
+    kl_from_held,
+    natural_gradient,
+    robust_loss,
+    scale_gradient,
+)
+from toolkit.games import domain_adversarial_loss, gradient_penalty, zero_centred_penalty
 from toolkit.policy_gradient import clipped_surrogate_pg_loss, importance_ratios, policy_gradient_loss, rpg_loss
-from toolkit.quantization import leaky_integrate_and_fire
-from toolkit.self_supervised import KeyQueue, dino_center, moco_loss, sinkhorn
+from toolkit.quantization import (
+    FiniteScalarQuantizer,
+    ResidualVectorQuantizer,
+    VectorQuantizer,
+    leaky_integrate_and_fire,
+    spike,
+)
+from toolkit.self_supervised import KeyQueue, dino_center, ema, moco_loss, sinkhorn
 from toolkit.stochastic import leave_one_out
 from toolkit.value_learning import incremental_update, quantile_q_learning, td_learning
 from toolkit.weighting import (
+    BatchRenorm,
+    adaptive_weight,
     circle_loss,
+    consistency_loss,
     ema_normalize,
     focal_loss,
     held_sigmoid_focal_loss,
@@ -520,6 +537,41 @@ REFUSED = {
     "`cost` should be a floating-point tensor. Found torch.int64.": lambda: sinkhorn_loss(TWO.long(), epsilon=1.0),
     "`cost`, `a` and `b` should have leading dimensions that broadcast. Found [(2,), (3,), ()].": lambda: sinkhorn_loss(
         TWO[:, None], ONE.expand(3, 1), epsilon=1.0
+    ),
+    "`slope(x)` should have the shape of `x`, (1,). Found (2, 3).": lambda: spike(ONE, lambda x: TWO),
+    "`indices` should be a tensor of integers. Found torch.float32.": lambda: FiniteScalarQuantizer([3]).codes_of(ONE),
+    "`indices` should be a tensor of integers. Found list.": lambda: ResidualVectorQuantizer(1, 2, 3).codes_of([1]),
+    "`indices` should be at least 0 and below 2. Found -1.": lambda: VectorQuantizer(3, 2).codes_of(torch.tensor([-1])),
+    "`input` should be a floating-point tensor. Found torch.int64.": lambda: BatchRenorm(3).eval()(TWO.long()),
+    "`teacher` should be a dict of tensors. Found list.": lambda: ema([ONE], [ONE], momentum=0.5),
+    "`student['w']` should be a tensor. Found float.": lambda: ema({"w": ONE}, {"w": 1.0}, momentum=0.5),
+    "`new_tensors` should be a dict of tensors. Found list.": lambda: incremental_update([ONE], [ONE], 0.5),
+    "`parameters` should be a dict of tensors. Found list.": lambda: adapt(torch.sum, [ONE], steps=1, step_size=0.1),
+    "`parameters` should have at least one tensor. Found none.": lambda: adapt(torch.sum, {}, steps=1, step_size=0.1),
+    "`parameters['w']` should be a floating-point tensor. Found torch.int64.": lambda: adapt(
+        torch.sum, {"w": ONE.long()}, steps=1, step_size=0.1
+    ),
+    "`residual` should return the shape of `solution`, (3,). Found ().": lambda: newton_step(torch.sum, TWO[0]),
+    "`b` should be a floating-point tensor. Found torch.int64.": lambda: conjugate_gradient(torch.neg, ONE.long()),
+    "`inputs` should have at least one time step. Found none.": lambda: truncated_scan(max, ONE, ONE[0], every=1),
+    "`real` should have shape (N, ...). Found ().": lambda: gradient_penalty(torch.sum, ONE[0], ONE[0]),
+    "`samples` should be a floating-point tensor. Found torch.int64.": lambda: zero_centred_penalty(
+        torch.sum, ONE.long()
+    ),
+    "`source` and `target` should have shapes (N, D) and (M, D). Found (2, 3) and (1,).": lambda: (
+        domain_adversarial_loss(torch.sum, TWO, ONE)
+    ),
+    "`value` should be a scalar that depends on `parameters`. Found a tensor without a graph.": lambda: hessian_product(
+        ONE[0], [ONE], [ONE]
+    ),
+    "`divergence` should be a scalar that depends on `parameters`. Found shape (1,).": lambda: natural_gradient(
+        ONE[0].clone().requires_grad_(), ONE, [ONE]
+    ),
+    "`adversarial_loss` should depend on `last_layer`. Found a tensor without a graph.": lambda: adaptive_weight(
+        (w := ONE.clone().requires_grad_()).sum(), ONE[0], w
+    ),
+    "`t` should be a floating-point tensor. Found torch.int64.": lambda: consistency_loss(
+        torch.add, TWO, TWO, torch.ones(2).long(), torch.ones(2)
     ),
     "`old_tensors['w']` should be float32 or float64, as half precision rounds small steps to none. Found "
     "torch.float16.": lambda: incremental_update({"w": ONE.half()}, {"w": ONE.half()}, 0.1),

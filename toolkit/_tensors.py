@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "integers",
     "kind_of",
     "largest_exponent",
+    "mappings",
     "promoted",
     "same_shape",
     "shape_of",
@@ -130,6 +132,14 @@ def floating_alike(ndim: int = 0, **tensors: Tensor) -> None:
     """Raise a ValueError unless all are floating-point tensors with the shape of the first, as `same_shape` has it."""
     floating(**tensors)
     same_shape(ndim, **tensors)
+
+
+def mappings(**values: object) -> None:
+    """Raise a ValueError unless all are mappings of names to tensors."""
+    for name, value in values.items():
+        if not isinstance(value, Mapping):
+            raise ValueError(f"`{name}` should be a dict of tensors. Found {type(value).__name__}.")
+        tensors(**{f"{name}[{key!r}]": entry for key, entry in value.items()})
 
 
 def promoted(input: Tensor, like: Tensor | None = None) -> Tensor:

@@ -111,3 +111,14 @@ def test_the_trust_region_of_the_zoo_by_hand():
     expected = flat(hessian_product(kl_from_held(logits, logits).mean(), parameters, vector))
     torch.testing.assert_close(flat(program.audit("fixed").blocked.values()), expected.to(torch.get_default_dtype()))
     assert flat(program.audit("buggy").blocked.values()).abs().max() < 1e-7 < expected.abs().max()
+
+
+@pytest.mark.parametrize("radius", [None, 0.1])
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_the_size_of_a_gradient_does_not_matter(size, radius):
+    """Its square is 0 or infinite in float32."""
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    metric = ((w - w.detach()).square() * torch.tensor([1.0, 4.0])).sum() / 2
+    (found,) = natural_gradient(size * (w**2).sum(), metric, [w], damping=0.0, radius=radius)
+    (expected,) = natural_gradient((w**2).sum(), metric, [w], damping=0.0, radius=radius)
+    torch.testing.assert_close(found / (size if radius is None else 1), expected)

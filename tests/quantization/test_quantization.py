@@ -366,3 +366,15 @@ def test_the_module_keeps_its_precision_wherever_it_is_moved():
 def test_wrong_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("levels", [[1000], [1024, 3], [2001], [4096, 2001]])
+def test_hundreds_of_levels_have_no_level_beyond_the_ends(levels):
+    """The margin of 1/1000 is more than half a step there."""
+    quantizer = FiniteScalarQuantizer(levels)
+    codes, indices = quantizer(torch.tensor([[50.0], [-50.0]]).expand(2, len(levels)))
+    counts = torch.tensor(levels)
+    assert indices.tolist() == [quantizer.codebook_size - 1, 0]
+    torch.testing.assert_close(codes[1], -torch.ones(len(levels)))
+    torch.testing.assert_close(codes[0], (counts - 1 - counts // 2) / (counts // 2))
+    assert torch.equal(quantizer.codes_of(indices), codes)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from toolkit._checks import broadcasts, integer, number
 from toolkit._slopes import value_and_slopes
+from toolkit._tensors import floating, mappings
 from toolkit.bilevel.implicit import SOLUTION, attached, slope_of
 from toolkit.bilevel.solvers import LinearSolver, conjugate_gradient
 from toolkit.blocks import block, is_blocked, stop_gradient, stop_recording
@@ -76,7 +77,9 @@ def adapt(
         >>> w["w"].grad  # 1 - 0.1 * 4 with the block open
         tensor(1.)
     """
-    steps, rates = integer("steps", steps, 0), _step_sizes(step_size, parameters)
+    steps = integer("steps", steps, 0)
+    _check_parameters(parameters)
+    rates = _step_sizes(step_size, parameters)
     adapted = dict(parameters)
     for _ in range(steps):
         gradient = _inner_gradient(loss, adapted)
@@ -137,6 +140,8 @@ def reptile_loss(parameters: Parameters, adapted: Parameters, *, step_size: floa
         tensor(6.4000)
     """
     step_size = number("step_size", step_size, above=0)
+    _check_parameters(parameters)
+    mappings(adapted=adapted)
     shapes, found = ({name: tuple(value.shape) for name, value in sorted(p.items())} for p in (parameters, adapted))
     if shapes != found:
         raise ValueError(f"`adapted` should have the names and shapes of `parameters`, {shapes}. Found {found}.")
@@ -188,6 +193,7 @@ def implicit_adapt(
         tensor(0.5000)
     """
     strength = number("strength", strength, above=0)
+    _check_parameters(parameters)
 
     def proximal(phi: Parameters, theta: Parameters) -> Tensor:
         squares = [(value - theta[name]).square().sum() for name, value in phi.items()]
@@ -200,6 +206,13 @@ def implicit_adapt(
         found = minimise(lambda phi: proximal(phi, parameters), parameters)
     vectors = (_as_vector({name: each[name] for name in parameters}) for each in (found, parameters))
     return _as_dict(attached(slope_of(of_vectors), *vectors, solver=solver), parameters)
+
+
+def _check_parameters(parameters: Parameters) -> None:
+    mappings(parameters=parameters)
+    if not parameters:
+        raise ValueError("`parameters` should have at least one tensor. Found none.")
+    floating(**{f"parameters[{name!r}]": value for name, value in parameters.items()})
 
 
 def _as_vector(parameters: Parameters) -> Tensor:

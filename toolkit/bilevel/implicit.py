@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from toolkit._slopes import scalar
-from toolkit._tensors import tensors, wide
+from toolkit._tensors import floating, tensors, wide
 from toolkit.bilevel.solvers import LinearSolver, Operator, conjugate_gradient, warn_unless_converged
 from toolkit.blocks import block, carries_gradient, constants, no_graph, stop_gradient
 
@@ -66,7 +66,7 @@ def newton_step(residual: Operator, solution: Tensor) -> Tensor:
         (D,), a better approximation of the root; a matrix of half precision is solved in float32.
 
     Raises:
-        ValueError: If `solution` is not a vector.
+        ValueError: If `solution` is not a vector, or `residual` returns another shape.
 
     References:
         Bolte, Pauwels and Vaiter, "One-step differentiation of iterative algorithms", 2023.
@@ -77,11 +77,16 @@ def newton_step(residual: Operator, solution: Tensor) -> Tensor:
         >>> a.grad  # of the square root
         tensor([0.2500])
     """
+    floating(solution=solution)
     if solution.dim() != 1:
         raise ValueError(f"`solution` should be a vector (D,). Found shape {tuple(solution.shape)}.")
     held = stop_gradient(solution, SOLUTION)
     jacobian = stop_gradient(torch.func.jacrev(residual)(held), JACOBIAN)
-    step: Tensor = torch.linalg.solve(wide(jacobian), wide(residual(held)))
+    error = residual(held)
+    if error.shape != held.shape:
+        shapes = f"{tuple(held.shape)}. Found {tuple(error.shape)}"
+        raise ValueError(f"`residual` should return the shape of `solution`, {shapes}.")
+    step: Tensor = torch.linalg.solve(wide(jacobian), wide(error))
     return held - step.to(held.dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit._tensors import tensors
+from toolkit._tensors import floating, tensors
 from toolkit.blocks import constants
 
 __all__ = [
@@ -191,7 +191,7 @@ def conjugate_gradient(
         >>> conjugate_gradient(lambda x: diagonal * x, torch.tensor([1.0, 1.0])).value
         tensor([1.0000, 0.2500])
     """
-    tensors(b=b)
+    floating(b=b)
     max_steps = b.numel() + 10 if max_steps is None else integer("max_steps", max_steps)
     limit = _tolerance(tolerance, b)
     scale = lengths(b.reshape(1, -1)).squeeze(0)
@@ -249,7 +249,7 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
         >>> [neumann_series(lambda x: 0.5 * x, torch.ones(1), steps=k, step_size=1.0).value.item() for k in (1, 2, 3)]
         [1.0, 1.5, 1.75]
     """
-    tensors(b=b)
+    floating(b=b)
     steps, step_size = integer("steps", steps), number("step_size", step_size, above=0)
     x = step_size * b
     for _ in range(steps - 1):

@@ -110,7 +110,8 @@ def truncated_scan(
         (tensor(2.5000),)
     """
     every = integer("every", every)
-    return _scan(step, state, inputs, [0.0 if t % every == 0 else 1.0 for t in range(len(inputs))])
+    n = _steps(inputs)
+    return _scan(step, state, inputs, [0.0 if t % every == 0 else 1.0 for t in range(n)])
 
 
 def randomly_truncated_scan(
@@ -154,16 +155,22 @@ def randomly_truncated_scan(
     """
     probability = number("probability", probability, least=0, below=1)
     draws = own_generator(generator)
-    cuts = torch.rand(len(inputs), generator=draws, device=draws.device) < probability
+    cuts = torch.rand(_steps(inputs), generator=draws, device=draws.device) < probability
     return _scan(step, state, inputs, [0.0 if cut else 1 / (1 - probability) for cut in cuts.tolist()])
+
+
+def _steps(inputs: Tensor | Sequence[Any]) -> int:
+    listed = inputs.ndim > 0 if isinstance(inputs, Tensor) else isinstance(inputs, Sequence)
+    found = len(inputs) if listed else 0
+    if found == 0:
+        raise ValueError("`inputs` should have at least one time step. Found none.")
+    return found
 
 
 def _scan(
     step: Step[State], state: State, inputs: Tensor | Sequence[Any], factors: Sequence[float]
 ) -> tuple[State, Tensor]:
     """Run a recurrence; the gradient of the state before step t is multiplied by ``factors[t]``, for t > 0."""
-    if len(inputs) == 0:
-        raise ValueError("`inputs` should have at least one time step. Found none.")
     outputs = []
     for t, (input, factor) in enumerate(zip(inputs, factors, strict=True)):
         if t and factor != 1:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._tensors import tensors
 
 __all__ = ["hessian_product", "natural_gradient"]
 
@@ -26,7 +27,8 @@ def hessian_product(value: Tensor, parameters: Iterable[Tensor], vector: Sequenc
         Like `parameters`, without a graph.
 
     Raises:
-        ValueError: If `vector` does not have the shapes of `parameters`, or `parameters` is a tensor.
+        ValueError: If `vector` does not have the shapes of `parameters`, `parameters` is a tensor, or `value` is not a
+            scalar with a graph.
 
     References:
         Pearlmutter, "Fast exact multiplication by the Hessian", 1994.
@@ -40,6 +42,7 @@ def hessian_product(value: Tensor, parameters: Iterable[Tensor], vector: Sequenc
     shapes = [tuple(parameter.shape) for parameter in parameters]
     if [tuple(v.shape) for v in vector] != shapes:
         raise ValueError(f"`vector` should have the shapes {shapes}. Found {[tuple(v.shape) for v in vector]}.")
+    _check_graphs(value=value)
     return _products(value, parameters)(vector)
 
 
@@ -73,7 +76,7 @@ def natural_gradient(
 
     Raises:
         ValueError: If `damping` or `tolerance` is negative, `iterations` not a positive integer, `radius` not positive,
-            or `parameters` is a tensor.
+            `parameters` is a tensor, or `loss` or `divergence` is not a scalar with a graph.
 
     References:
         Amari, "Natural gradient works efficiently in learning", 1998. Schulman, Levine, Moritz, Jordan and Abbeel,
@@ -89,15 +92,19 @@ def natural_gradient(
     iterations = integer("iterations", iterations)
     radius = None if radius is None else number("radius", radius, above=0)
     parameters = tensors_of(parameters)
+    _check_graphs(loss=loss, divergence=divergence)
     gradient = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
     product = _products(divergence, parameters)
 
     def damped(vector: list[Tensor]) -> list[Tensor]:
         return [p + damping * v for p, v in zip(product(vector), vector, strict=True)]
 
-    direction = _conjugate_gradients(damped, list(gradient), iterations, tolerance)
+    # The squares of a gradient far from 1 would be 0 or infinite.
+    largest = torch.stack([slope.abs().amax() for slope in gradient if slope.numel()]).amax()
+    scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
+    direction = _conjugate_gradients(damped, [slope / scale for slope in gradient], iterations, tolerance)
     if radius is None:
-        return direction
+        return [scale * d for d in direction]
     length = _dot(direction, product(direction)) / 2
     factor = torch.where(length > 0, (radius / length).sqrt(), 0)
     return [factor * d for d in direction]
@@ -112,6 +119,14 @@ def tensors_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     if isinstance(parameters, Tensor):
         raise ValueError(f"`parameters` should be a list of tensors. Found a tensor, {tuple(parameters.shape)}.")
     return list(parameters)
+
+
+def _check_graphs(**values: Tensor) -> None:
+    tensors(**values)
+    for name, value in values.items():
+        if value.ndim or not value.requires_grad:
+            found = f"shape {tuple(value.shape)}" if value.ndim else "a tensor without a graph"
+            raise ValueError(f"`{name}` should be a scalar that depends on `parameters`. Found {found}.")
 
 
 def _products(value: Tensor, parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:

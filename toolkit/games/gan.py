@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid, relu
 from toolkit._checks import choice, number
 from toolkit._random import own_generator
 from toolkit._slopes import value_and_slopes
-from toolkit._tensors import floating, tensors
+from toolkit._tensors import floating, floating_alike
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -88,7 +88,7 @@ def discriminator_loss(discriminator: Callable[[Tensor], Tensor], real: Tensor, 
         tensor(2.5000)
     """
     choice("kind", kind, get_args(Kind))
-    tensors(real=real, fake=fake)
+    floating(real=real, fake=fake)
     at_real, at_fake = discriminator(real), discriminator(stop_gradient(fake, FAKE))
     if kind == "hinge":
         return relu(1 - at_real).mean() + relu(1 + at_fake).mean()
@@ -133,6 +133,7 @@ def generator_loss(discriminator: nn.Module, fake: Tensor, *, kind: Kind) -> Ten
     if not isinstance(discriminator, nn.Module):
         raise TypeError(f"`discriminator` should be a torch.nn.Module. Found {type(discriminator).__name__}.")
     held: dict[str, Tensor] = {name: stop_gradient(weight, JUDGE) for name, weight in discriminator.named_parameters()}
+    floating(fake=fake)
     logits = functional_call(discriminator, held, (fake,))
     if kind == "minimax":
         return logsigmoid(-logits).mean()
@@ -173,10 +174,8 @@ def gradient_penalty(
         >>> gradient_penalty(lambda x: 3 * x, torch.tensor([0.0]), torch.tensor([0.5]))
         tensor(4.)
     """
-    floating(real=real)
-    tensors(fake=fake)
-    if real.shape != fake.shape:
-        raise ValueError(f"`fake` should have the shape of `real`, {tuple(real.shape)}. Found {tuple(fake.shape)}.")
+    floating_alike(real=real, fake=fake)
+    _check_samples(real=real)
     draws = own_generator(generator)
     shape = (len(real), *[1] * (real.dim() - 1))
     weights = torch.rand(shape, generator=draws, device=draws.device, dtype=real.dtype).to(real.device)
@@ -198,6 +197,9 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Tensor], samples: Ten
     Returns:
         A scalar; the paper multiplies it by :math:`\gamma / 2`.
 
+    Raises:
+        ValueError: If `samples` is not a floating-point tensor (N, ...).
+
     References:
         Mescheder, Geiger and Nowozin, "Which training methods for GANs do actually converge?", 2018, section 4.1.
 
@@ -205,6 +207,7 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Tensor], samples: Ten
         >>> zero_centred_penalty(lambda x: 3 * x, torch.tensor([0.0, 1.0]))
         tensor(9.)
     """
+    _check_samples(samples=samples)
     return _slopes(discriminator, samples).square().sum(1).mean()
 
 
@@ -255,7 +258,14 @@ def dirac_gan(*, kind: Kind, real: float = 0.0) -> tuple[Loss, Loss]:
     return of_discriminator, of_generator
 
 
+def _check_samples(**named: Tensor) -> None:
+    floating(**named)
+    for name, samples in named.items():
+        if samples.ndim == 0:
+            raise ValueError(f"`{name}` should have shape (N, ...). Found ().")
+
+
 def _slopes(discriminator: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
     """Return the gradient of each logit by its own sample, (N, features), recorded if gradients are."""
     (slopes,) = value_and_slopes(lambda inputs: discriminator(*inputs).sum(), [points])[1]
-    return slopes.reshape(len(points), -1)
+    return slopes[:, None].flatten(1)

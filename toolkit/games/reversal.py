@@ -82,6 +82,9 @@ def domain_adversarial_loss(
         tensor(0.2201)
     """
     floating(source=source, target=target)
+    if source.shape[1:] != target.shape[1:] or not source.ndim or not target.ndim:
+        shapes = f"{tuple(source.shape)} and {tuple(target.shape)}"
+        raise ValueError(f"`source` and `target` should have shapes (N, D) and (M, D). Found {shapes}.")
     logits = discriminator(reverse_gradient(torch.cat([source, target]), scale))
     at_source, at_target = logits.split([len(source), len(target)])
     return -torch.cat([logsigmoid(-at_source), logsigmoid(at_target)]).mean()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer, number
+from toolkit._tensors import integers
 from toolkit.blocks import block, stop_gradient
 from toolkit.quantization.codebook import check_vectors
 
@@ -98,14 +99,21 @@ class FiniteScalarQuantizer(nn.Module):
         """
         check_vectors(z, len(self.levels))
         bounded = self._bounded(z.to(torch.promote_types(z.dtype, torch.float32)))
-        rounded = bounded + stop_gradient(bounded.round() - bounded, FINITE_SCALAR)
         half = self.levels // 2
+        # With hundreds of levels the margin reaches beyond the outermost ones by more than half a step.
+        nearest = bounded.round().clamp(-half, self.levels - 1 - half)
+        rounded = bounded + stop_gradient(nearest - bounded, FINITE_SCALAR)
         indices = ((rounded.long() + half) * self.strides).sum(-1)
         known = torch.where(rounded.isnan().any(-1), -1, indices)
         return FiniteScalars((rounded / half).to(z.dtype), known)
 
     def codes_of(self, indices: Tensor) -> Tensor:
-        """Return the codes (..., D) with these indices (...), in torch's default dtype; NaN where there is no code."""
+        """Return the codes (..., D) with these indices (...), in torch's default dtype; NaN where there is no code.
+
+        Raises:
+            ValueError: If `indices` are not integers.
+        """
+        integers(indices=indices)
         places = indices[..., None] // self.strides % self.levels
         half = self.levels // 2
         exists = (indices >= 0) & (indices < self.codebook_size)

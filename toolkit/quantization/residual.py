@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import choice, integer
+from toolkit._tensors import integers
 from toolkit.blocks import block, constants, stop_gradient
 from toolkit.quantization.codebook import check_vectors, nearest_codes
 from toolkit.quantization.vector import Estimator, Learning, VectorQuantizer, estimated, looked_up
@@ -131,8 +132,9 @@ class ResidualVectorQuantizer(nn.Module):
         """Return the sums of codes (..., D) with these indices (..., M), or with those of the first stages alone.
 
         Raises:
-            ValueError: If there are more indices than quantizers.
+            ValueError: If `indices` are not integers, there is no such code, or there are more than quantizers.
         """
+        integers(indices=indices)
         if indices.ndim == 0 or not 1 <= indices.shape[-1] <= len(self.stages):
             found = tuple(indices.shape)
             raise ValueError(f"`indices` should have shape (..., m), m from 1 to {len(self.stages)}. Found {found}.")

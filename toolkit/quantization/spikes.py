@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit._tensors import floating, tensors, wide
+from toolkit._tensors import floating, same_shape, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -147,7 +147,7 @@ def spike(x: Tensor, slope: Slope = arctan_slope) -> Tensor:
         raise ValueError(f"`slope` should be a function of a tensor, as `arctan_slope`. Found {slope!r}.")
     constant = stop_gradient(x, SPIKES)
     slopes = slope(wide(constant))
-    tensors(**{"slope(x)": slopes})
+    same_shape(0, **{"x": x, "slope(x)": slopes})
     return (x > 0).to(x.dtype) + slopes.to(x.dtype) * (x - constant)
 
 

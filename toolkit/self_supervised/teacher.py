@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from toolkit._checks import number
-from toolkit._tensors import HALF, averaged
+from toolkit._checks import instance, number
+from toolkit._tensors import HALF, averaged, mappings
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["EMA_STUDENT", "EMATeacher", "ema"]
@@ -56,6 +56,7 @@ def ema(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], *, momentu
 
 def _pairs(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield name, teacher's value and the student's as a constant, in the teacher's precision and on its device."""
+    mappings(teacher=teacher, student=student)
     if teacher.keys() != student.keys():
         differ = ", ".join(sorted(teacher.keys() ^ student.keys()))
         raise ValueError(f"`student` should have the names of `teacher`. Found a difference in {differ}.")
@@ -115,6 +116,7 @@ class EMATeacher(nn.Module):
     def __init__(self, student: nn.Module, *, momentum: float) -> None:
         super().__init__()
         self.momentum = number("momentum", momentum, least=0, most=1)
+        instance("student", student, nn.Module)
         self.module = _without_gradients(copy.deepcopy(student))
         for name, value in _state(student).items():
             _check_precision(name, value)
@@ -133,6 +135,7 @@ class EMATeacher(nn.Module):
             RuntimeError: In evaluation mode.
             ValueError: If the student has another structure.
         """
+        instance("student", student, nn.Module)
         if not self.training:
             raise RuntimeError(
                 "`update` should be called in training mode. Found evaluation mode; for layers in evaluation mode, "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from toolkit._checks import number
-from toolkit._tensors import HALF, averaged
+from toolkit._tensors import HALF, averaged, mappings
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["TARGET_PARAMETERS", "incremental_update"]
@@ -54,6 +54,7 @@ def incremental_update(
         {'weight': tensor([0.2500, 0.5000])}
     """
     tau = number("step_size", step_size, least=0, most=1)
+    mappings(new_tensors=new_tensors, old_tensors=old_tensors)
     if new_tensors.keys() != old_tensors.keys():
         difference = sorted(new_tensors.keys() ^ old_tensors.keys())
         raise ValueError(f"`old_tensors` should have the names of `new_tensors`. Found a difference in {difference}.")

@@ -261,7 +261,7 @@ def adaptive_weight(
         A scalar.
 
     Raises:
-        ValueError: If `delta` or `most` is not positive.
+        ValueError: If `delta` or `most` is not positive, or a loss carries no gradient.
 
     References:
         Esser, Rombach and Ommer, "Taming transformers for high-resolution image synthesis", 2021, equation 7.
@@ -273,7 +273,8 @@ def adaptive_weight(
     """
     delta, most = number("delta", delta, above=0), number("most", most, above=0)
     tensors(reconstruction_loss=reconstruction_loss, adversarial_loss=adversarial_loss, last_layer=last_layer)
-    first, second = _norm(reconstruction_loss, last_layer), _norm(adversarial_loss, last_layer)
+    first = _norm("reconstruction_loss", reconstruction_loss, last_layer)
+    second = _norm("adversarial_loss", adversarial_loss, last_layer)
     return stop_gradient((first / (second + delta)).clamp(max=most), ADAPTIVE_WEIGHT)
 
 
@@ -346,10 +347,12 @@ def beta_nll_loss(input: Tensor, target: Tensor, var: Tensor, *, beta: float = 0
     return stop_gradient(v**beta, NLL_WEIGHTS) * 0.5 * (v.log() + (target - input).square() / v)
 
 
-def _norm(loss: Tensor, parameter: Tensor) -> Tensor:
+def _norm(name: str, loss: Tensor, parameter: Tensor) -> Tensor:
     """Return the norm of a gradient, which is differentiable if its block is open."""
     graph = not is_blocked(ADAPTIVE_WEIGHT)
-    (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True, create_graph=graph)
+    if not loss.requires_grad:
+        raise ValueError(f"`{name}` should depend on `last_layer`. Found a tensor without a graph.")
+    (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True, create_graph=graph, materialize_grads=True)
     norm: Tensor = torch.linalg.vector_norm(gradient)
     return norm
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit._tensors import tensors
+from toolkit._tensors import floating
 from toolkit.blocks import block, stop_recording
 
 __all__ = ["CONSISTENCY_TARGET", "consistency_function", "consistency_loss", "karras_times"]
@@ -71,7 +71,7 @@ def consistency_loss(
         >>> consistency_loss(lambda x, t: x / (1 + t[:, None]), torch.tensor([[1.0]]), z, z[0] * 2, z[0])
         tensor([0.0069])
     """
-    tensors(x=x, noise=noise, t=t, earlier=earlier)
+    floating(x=x, noise=noise, t=t, earlier=earlier)
     if noise.shape != x.shape or not t.shape == earlier.shape == x.shape[:1]:
         shapes = [tuple(each.shape) for each in (x, noise, t, earlier)]
         raise ValueError(

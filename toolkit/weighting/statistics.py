@@ -296,6 +296,7 @@ def _fused(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 def _of_channels(x: Tensor, values: Tensor) -> tuple[int, ...]:
     """Return the shape in which a value of each channel broadcasts to the input."""
+    floating(input=x)
     if x.ndim < 2 or values.shape != x.shape[1:2]:
         raise ValueError(f"`input` should have {len(values)} channels in dimension 1. Found {tuple(x.shape)}.")
     return (1, -1, *[1] * (x.ndim - 2))
