@@ -24,6 +24,7 @@ __all__ = [
     "exponential_remainder",
     "floating",
     "floating_alike",
+    "gathered",
     "in_range",
     "integers",
     "kind_of",
@@ -132,6 +133,15 @@ def floating_alike(ndim: int = 0, **tensors: Tensor) -> None:
     """Raise a ValueError unless all are floating-point tensors with the shape of the first, as `same_shape` has it."""
     floating(**tensors)
     same_shape(ndim, **tensors)
+
+
+def gathered(name: str, values: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """Return ``values.gather(dim, indices)``; raise a ValueError with the name of indices that are out of range."""
+    try:
+        return values.gather(dim, indices)
+    except (IndexError, RuntimeError):
+        in_range(name, indices, values.shape[dim])
+        raise
 
 
 def mappings(**values: object) -> None:

@@ -7,6 +7,9 @@
 - `temporal`: generalised advantages and V-trace.
 - `soft`: the three losses of soft actor-critic.
 - `deterministic`: DPG, DDPG and TD3.
+
+Tensors are floating point, but actions are integers; rewards, returns, advantages, weights and masks may be integers or
+flags. A ValueError names an argument that is neither.
 """
 
 from toolkit.policy_gradient.all_actions import (

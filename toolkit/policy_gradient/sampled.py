@@ -53,7 +53,7 @@ def policy_gradient_loss(logits_t: Tensor, a_t: Tensor, adv_t: Tensor, w_t: Tens
         A scalar, in nats times the units of the reward.
 
     Raises:
-        ValueError: If shapes differ or the actions are not integers.
+        ValueError: If shapes differ or the actions are not integers below A.
 
     References:
         Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
@@ -99,7 +99,7 @@ def actor_critic_loss(logits_t: Tensor, a_t: Tensor, v_t: Tensor, g_t: Tensor, *
         A scalar.
 
     Raises:
-        ValueError: If shapes differ, the actions are not integers, or `critic_weight` is not positive.
+        ValueError: If shapes differ, the actions are not integers below A, or `critic_weight` is not positive.
 
     References:
         Mnih, Badia, Mirza, Graves, Lillicrap, Harley, Silver and Kavukcuoglu, "Asynchronous methods for deep

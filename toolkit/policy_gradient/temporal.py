@@ -130,14 +130,14 @@ def vtrace(
     ``target_t = v_tm1 + e_t`` with
     ``e_t = min(clip, rho_t) (r_t + discount_t v_t - v_tm1) + discount_t lambda_t min(1, rho_t) e_{t+1}``.
     With the block `VTRACE_TARGET` in place half of the squared errors has the gradient ``-e`` by `v_tm1`. Open, values
-    and importance weights (those below their bounds) inside of the target move as well.
+    and importance weights up to their bounds move inside of the target as well.
 
     Args:
         v_tm1: (\*, T).
         v_t: (\*, T).
         r_t: (\*, T).
         discount_t: (\*, T).
-        rho_tm1: (\*, T), ratios of the policy to the one that acted.
+        rho_tm1: (\*, T), importance ratios of the learned policy to the acting policy.
         lambda_: A number from 0 to 1, or a tensor that broadcasts to (\*, T).
         clip_rho_threshold: Bound of the weights of TD errors.
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit._checks import choice, number
+from toolkit._checks import broadcasts, choice, number
 from toolkit._tensors import floating, same_shape, wide
 from toolkit.blocks import block, stop_gradient
 
@@ -228,7 +228,5 @@ def leaky_integrate_and_fire(
 
 def _check_fits(name: str, value: Tensor, current: Tensor) -> None:
     """Raise a ValueError unless a tensor broadcasts to the shape of a current: it would enlarge all others."""
-    if value.ndim > current.ndim or any(
-        n not in (1, m) for n, m in zip(reversed(value.shape), reversed(current.shape), strict=False)
-    ):
+    if not broadcasts(value.shape, current.shape):
         raise ValueError(f"`{name}` should broadcast to {tuple(current.shape)}. Found {tuple(value.shape)}.")

@@ -10,6 +10,7 @@ Without the stop most of these losses have a trivial minimum, a constant answer.
 - `teacher`: running averages of a student, parameters and buffers.
 
 The losses are means over samples. They take embeddings (\*, D) or logits (\*, K); networks are the caller's.
+A ValueError names an argument that is not a floating-point tensor.
 """
 
 from toolkit.self_supervised.clusters import (

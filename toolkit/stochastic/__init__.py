@@ -2,6 +2,9 @@
 
 `score` has the score function and DiCE, `path` the gradients along the path of a sample, `importance` the bounds with
 several samples, `control` relaxed control variates and the straight-through estimator.
+
+Tensors are floating point; costs, baselines and draws may be integers or flags. A ValueError names an argument that is
+neither.
 """
 
 from toolkit.stochastic.control import (

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from toolkit._checks import broadcasts
-from toolkit._tensors import tensors
+from toolkit._tensors import floating
 
 __all__ = ["fits", "several"]
 
 
 def fits(name: str, tensor: Tensor, into: str, other: Tensor) -> None:
     """Raise a ValueError unless a tensor broadcasts to the shape of another."""
-    tensors(**{name: tensor, into: other})
+    floating(**{name: tensor, into: other})
     if not broadcasts(tensor.shape, other.shape):
         shapes = f"{tuple(tensor.shape)} and {tuple(other.shape)}"
         raise ValueError(f"`{name}` should broadcast to the shape of `{into}`. Found {shapes}.")
@@ -20,7 +20,7 @@ def fits(name: str, tensor: Tensor, into: str, other: Tensor) -> None:
 
 def several(name: str, tensor: Tensor, least: int = 1) -> None:
     """Raise a ValueError unless the first dimension has one entry, or `least` of them."""
-    tensors(**{name: tensor})
+    floating(**{name: tensor})
     if tensor.ndim == 0 or len(tensor) < least:
         count = "a sample" if least == 1 else f"at least {least} samples"
         raise ValueError(f"`{name}` should have {count} along dimension 0. Found shape {tuple(tensor.shape)}.")

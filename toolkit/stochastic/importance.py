@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from toolkit._tensors import floating, floating_alike
+from toolkit._tensors import floating_alike
 from toolkit.blocks import block, stop_gradient
 from toolkit.stochastic._others import of_the_others
 from toolkit.stochastic._shapes import several
@@ -80,7 +80,6 @@ def iwae_bound(log_weights: Tensor) -> Tensor:
         >>> iwae_bound(torch.tensor([0.0, -torch.inf]))
         tensor(-0.6931)
     """
-    floating(log_weights=log_weights)
     several("log_weights", log_weights)
     return log_weights.logsumexp(0).mean() - math.log(len(log_weights))
 
@@ -113,7 +112,6 @@ def iwae_loss(log_weights: Tensor) -> Tensor:
         >>> log_weights.grad
         tensor([-0.2689, -0.7311])
     """
-    floating(log_weights=log_weights)
     several("log_weights", log_weights)
     return -_weighted(stop_gradient(log_weights.softmax(0), IWAE_WEIGHTS), log_weights)
 
@@ -146,7 +144,6 @@ def dreg_loss(log_weights: Tensor) -> Tensor:
         >>> log_weights.grad
         tensor([-0.0723, -0.5344])
     """
-    floating(log_weights=log_weights)
     several("log_weights", log_weights)
     return -_weighted(stop_gradient(log_weights.softmax(0), DREG_WEIGHTS).square(), log_weights)
 

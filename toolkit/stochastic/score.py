@@ -87,7 +87,6 @@ def score_function_loss(log_prob: Tensor, cost: Tensor, *, baseline: Tensor | No
     signal = stop_gradient(cost, SCORE_COST)
     if baseline is not None:
         baseline = promoted(baseline, cost)
-        floating(baseline=baseline)
         fits("baseline", baseline, "cost", cost)
         signal = signal - stop_gradient(baseline, BASELINE)
     return (log_prob * signal + cost).mean()
@@ -115,7 +114,6 @@ def leave_one_out(costs: Tensor) -> Tensor:
         tensor([4.0000, 3.5000, 1.5000])
     """
     costs = promoted(costs)
-    floating(costs=costs)
     several("costs", costs, 2)
     means = of_the_others(wide(costs), torch.cumsum, 0.0, torch.add) / (len(costs) - 1)
     return means.to(costs.dtype)

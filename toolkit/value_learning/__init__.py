@@ -1,7 +1,7 @@
 """Temporal-difference learning of values: targets that are labels, and the residual gradient with their blocks open.
 
-The functions have the names, arguments and results of rlax, and take batches: errors come back as errors, of which half
-of the square is the loss, and losses as losses, one for each sample.
+The functions have the names and arguments of rlax, and take batches. As there, some return temporal-difference errors,
+whose loss is half of the square, and the others losses, one for each sample.
 """
 
 from toolkit.value_learning.distributional import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit._tensors import floating, in_range, integers
+from toolkit._tensors import floating, gathered, integers
 
 __all__ = ["bootstrapped", "chosen", "expected", "floating", "of_actions", "of_shape"]
 
@@ -32,16 +32,12 @@ def chosen(values: Tensor, actions: Tensor, dim: int = -1, name: str = "a_tm1") 
     Raises:
         ValueError: If an action is out of range, with the `name` of the actions.
     """
-    index = actions.long()
-    try:
-        if dim == -1 and values.ndim == actions.ndim + 1:
-            return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        shape = list(values.shape)
-        shape[dim] = 1
-        return values.gather(dim, index[..., None, None].expand(shape)).squeeze(dim)
-    except (IndexError, RuntimeError):
-        in_range(name, index, values.shape[dim])
-        raise
+    index = actions.long().unsqueeze(-1)
+    if dim == -1 and values.ndim == actions.ndim + 1:
+        return gathered(name, values, -1, index).squeeze(-1)
+    shape = list(values.shape)
+    shape[dim] = 1
+    return gathered(name, values, dim, index.unsqueeze(-1).expand(shape)).squeeze(dim)
 
 
 def bootstrapped(r_t: Tensor, discount_t: Tensor, value: Tensor) -> Tensor:

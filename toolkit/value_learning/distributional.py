@@ -153,7 +153,7 @@ def categorical_q_learning(
         (\*), in nats.
 
     Raises:
-        ValueError: If values are not floating-point tensors, actions no integers, or a shape does not fit.
+        ValueError: If values are not floating-point tensors, actions no integers below A, or a shape does not fit.
 
     References:
         Bellemare, Dabney and Munos, 2017, algorithm 1.
@@ -299,7 +299,7 @@ def quantile_q_learning(
         (\*); units as in `quantile_regression_loss`.
 
     Raises:
-        ValueError: If values are not floating-point tensors, actions no integers, a shape does not fit, or
+        ValueError: If values are not floating-point tensors, actions no integers below A, a shape does not fit, or
             `huber_param` is negative.
 
     References:

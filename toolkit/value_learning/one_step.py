@@ -114,7 +114,7 @@ def sarsa(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Te
         (\*), in units of the reward.
 
     Raises:
-        ValueError: If values are not floating-point tensors, actions no integers, or a shape does not fit `q_tm1`.
+        ValueError: If values are not floating-point tensors, actions no integers below A, or a shape does not fit.
 
     References:
         Rummery and Niranjan, "On-line Q-learning using connectionist systems", 1994; Sutton and Barto, 2018, section
@@ -125,8 +125,8 @@ def sarsa(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Te
         >>> sarsa(q_tm1, torch.tensor(1), torch.tensor(0.5), torch.tensor(0.5), q_t, torch.tensor(1))
         tensor(0.5000)
     """
-    _check(q_tm1, r_t, discount_t, q_t=q_t)
-    of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1, a_t=a_t)
+    _check(q_tm1, a_tm1, r_t, discount_t, q_t=q_t)
+    of_actions(r_t.shape, "of `r_t`", a_t=a_t)
     target = bootstrapped(r_t, discount_t, chosen(q_t, a_t, name="a_t"))
     return stop_gradient(target, SARSA_TARGET) - chosen(q_tm1, a_tm1)
 
@@ -165,8 +165,7 @@ def expected_sarsa(
         >>> expected_sarsa(q_tm1, torch.tensor(1), torch.tensor(0.5), torch.tensor(0.5), q_t, half)
         tensor(0.7500)
     """
-    _check(q_tm1, r_t, discount_t, q_t=q_t, probs_a_t=probs_a_t)
-    of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1)
+    _check(q_tm1, a_tm1, r_t, discount_t, q_t=q_t, probs_a_t=probs_a_t)
     target = bootstrapped(r_t, discount_t, expected(probs_a_t, q_t))
     return stop_gradient(target, EXPECTED_SARSA_TARGET) - chosen(q_tm1, a_tm1)
 
@@ -205,8 +204,7 @@ def q_learning(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_
         >>> q_learning(q_tm1, torch.tensor(1), torch.tensor(0.5), torch.tensor(0.5), q_t)
         tensor(1.)
     """
-    _check(q_tm1, r_t, discount_t, q_t=q_t)
-    of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1)
+    _check(q_tm1, a_tm1, r_t, discount_t, q_t=q_t)
     return stop_gradient(bootstrapped(r_t, discount_t, q_t.amax(-1)), Q_TARGET) - chosen(q_tm1, a_tm1)
 
 
@@ -242,15 +240,15 @@ def double_q_learning(
         >>> double_q_learning(q_tm1, torch.tensor(1), torch.tensor(0.5), torch.tensor(0.5), value, selector)
         tensor(0.5000)
     """
-    _check(q_tm1, r_t, discount_t, q_t_value=q_t_value, q_t_selector=q_t_selector)
-    of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1)
+    _check(q_tm1, a_tm1, r_t, discount_t, q_t_value=q_t_value, q_t_selector=q_t_selector)
     target = bootstrapped(r_t, discount_t, chosen(q_t_value, q_t_selector.argmax(-1)))
     return stop_gradient(target, DOUBLE_Q_TARGET) - chosen(q_tm1, a_tm1)
 
 
-def _check(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, **values: Tensor) -> None:
+def _check(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, **values: Tensor) -> None:
     floating(q_tm1=q_tm1)
     if q_tm1.ndim == 0 or q_tm1.shape[-1] == 0:
         raise ValueError(f"`q_tm1` should have a last dimension of actions. Found shape {tuple(q_tm1.shape)}.")
     of_shape(q_tm1.shape[:-1], "of `q_tm1` without its actions", r_t=r_t, discount_t=discount_t)
     of_shape(q_tm1.shape, "of `q_tm1`", **values)
+    of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1)

@@ -47,7 +47,7 @@ def consistency_loss(
 
     Args:
         model: Noisy images (N, ...) and their levels (N,) to predicted images (N, ...); `consistency_function` makes
-            one that is the identity at the lowest level.
+            a model that is the identity at the lowest level.
         x: Images, (N, ...).
         noise: Standard normal draws z, (N, ...), the same for both levels.
         t: Higher levels, (N,).

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit._checks import choice, number
-from toolkit._tensors import floating, floating_alike, in_range, integers, promoted, wide
+from toolkit._tensors import floating, floating_alike, gathered, integers, promoted, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["FOCAL_WEIGHT", "focal_loss", "held_focal_loss", "held_sigmoid_focal_loss", "sigmoid_focal_loss"]
@@ -127,8 +127,8 @@ def focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reduction: Re
         (\*), or a scalar.
 
     Raises:
-        ValueError: If the shapes do not fit, `labels` has no integers, `gamma` is negative or not finite, or
-            `reduction` is unknown.
+        ValueError: If the shapes do not fit, `labels` has no integers below C, `gamma` is negative or not finite,
+            or `reduction` is unknown.
 
     References:
         Lin, Goyal, Girshick, He and Dollár, "Focal loss for dense object detection", 2017, equation 4.
@@ -194,12 +194,7 @@ def _softmax_parts(logits: Tensor, labels: Tensor, gamma: float) -> tuple[Tensor
     integers(labels=labels)
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(f"`labels` should have shape {tuple(logits.shape[:-1])}. Found {tuple(labels.shape)}.")
-    index = labels.long()
-    try:
-        log_p = functional.log_softmax(wide(logits), -1).gather(-1, index[..., None]).squeeze(-1)
-    except (IndexError, RuntimeError):
-        in_range("labels", index, logits.shape[-1])
-        raise
+    log_p = gathered("labels", functional.log_softmax(wide(logits), -1), -1, labels.long()[..., None]).squeeze(-1)
     return _weight(-torch.expm1(log_p), gamma), -log_p
 
 
