@@ -113,6 +113,18 @@ def test_finite_scalars_are_those_of_the_peer(vqp, levels):
     torch.testing.assert_close(ours.codes_of(ours(z).indices), theirs.indices_to_codes(theirs(z)[1]))
 
 
+def test_the_peer_has_finite_scalars_beyond_the_last_level(vqp):
+    """Of 1024 levels the index is that of another code."""
+    z = torch.tensor([[[50.0, 0.0]]])
+    _, theirs = vqp.FSQ([1024, 3])(z)
+    decoded = vqp.FSQ([1024, 3]).indices_to_codes(theirs)
+    assert decoded.flatten().tolist() == [-1, 1]
+    ours = FiniteScalarQuantizer([1024, 3])
+    codes, indices = ours(z)
+    assert codes.flatten().tolist() == [511 / 512, 0]
+    assert torch.equal(ours.codes_of(indices), codes)
+
+
 def test_averaged_codes_are_those_of_the_peer(vqp):
     codebook = draw(5, 3)
     theirs = vqp.VectorQuantize(dim=3, codebook_size=5, decay=0.8, commitment_weight=0.3, rotation_trick=False, eps=0.0)
