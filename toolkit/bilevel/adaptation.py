@@ -182,7 +182,8 @@ def implicit_adapt(
         ConvergenceWarning: In a backward pass whose linear solver did not converge.
 
     References:
-        Rajeswaran, Finn, Kakade and Levine, "Meta-learning with implicit gradients", 2019, equation 4 and algorithm 2.
+        Rajeswaran, Finn, Kakade and Levine, "Meta-learning with implicit gradients", 2019, the implicit Jacobian and
+        algorithm 2.
 
     Example:
         >>> from functools import partial
