@@ -167,7 +167,8 @@ def test_the_effect_is_that_of_the_script_without_the_stop(ask, text, stop, with
     (line,) = (index for index, line in enumerate(lines, start=1) if stop in line)
     column = lines[line - 1].index(stop) + stop.index(stop.split(" ")[-1]) + 1
     place = f"train.py:{line}:{column}"
-    assert place in found["reruns"]
+    beside = stop == "slope.detach()"  # the inner derivatives end in front of it, so the recorded step opens it
+    assert (place in found["reruns"]) is not beside
     assert found["unopened"] == []
     (effect,) = (effect for effect in found["effects"] if effect["name"] == place)
     plain, opened = _gradient(text, number), _gradient(text.replace(stop, without), number)
