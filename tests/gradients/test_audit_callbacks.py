@@ -84,6 +84,15 @@ def test_backward_passes_of_a_step_are_told_apart():
     assert len(metrics) == 4
 
 
+def test_a_cell_of_a_notebook_has_a_name_that_loggers_take():
+    """Its file is an absolute path, outside of the folder and of the packages."""
+    w, history, names = torch.tensor(2.0, requires_grad=True), LeakHistory(), {}
+    exec(compile("def loss(w):\n    return w * w.detach()\n", "/cells/7/1.py", "exec"), names)
+    with audited({"w": w}) as answer:
+        names["loss"](w).backward()
+    assert list(history.add(0, answer)) == [f"stops/cells/7/1.py-2-16/{kind}" for kind in ("leak", "ratio")]
+
+
 @pytest.mark.slow
 def test_a_step_that_raises_is_left_behind(net):
     audit = RepeatedAudit(1)

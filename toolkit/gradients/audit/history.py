@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LeakHistory", "LeakRecord", "RepeatedAudit"]
 
-# Loggers accept other names with letters, digits and these signs only.
+# Loggers accept other names with letters, digits and these signs only, and MLflow no empty part of a path.
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")
 
 
@@ -72,7 +72,7 @@ class LeakHistory:
         ]
         self.records += found
         metrics = {
-            f"stops/{_NOT_IN_NAMES.sub('-', record.stop)}/{kind}": value
+            f"stops/{_NOT_IN_NAMES.sub('-', record.stop).lstrip('/')}/{kind}": value
             for record in found
             for kind, value in (("leak", record.leak), ("ratio", record.ratio))
         }
