@@ -1736,6 +1736,21 @@ def test_a_subclass_of_tensors_is_audited_as_what_it_is(stop):
     assert found.effects[0].verdict.kind == "partial"
 
 
+def test_a_subclass_of_tensors_that_is_stopped_in_place_has_one_place():
+    w = torch.tensor(3.0, requires_grad=True)
+
+    def loss():
+        held = Tracked(w * w)
+        held.detach_()
+        return w * held._inner
+
+    found = audit(loss, {"w": w})
+    assert found.valid
+    ((place, kind),) = found.kinds.items()
+    assert (kind, found.sites[place].function.split(".")[-1]) == ("detach_()", "loss")
+    assert found[place].leak == 18
+
+
 @pytest.mark.parametrize("hook", [False, True])
 def test_a_detach_inside_of_no_grad_has_one_meaning(hook):
     def program(stop):

@@ -284,6 +284,8 @@ class BareBlocks:
 
     def _detach_in_place(self, original: Any) -> Any:
         def detach_(input: Tensor) -> Any:
+            if unwraps(input):
+                return self._unwrapped(detach_, input)
             site = self._site("detach_()", self._caller())
             if site is not None:
                 self._note_nested(site)
