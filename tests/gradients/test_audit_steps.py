@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import math
 import pickle
 import warnings
@@ -14,13 +15,15 @@ import torch
 import torch.nn.functional as F
 from fuzzing import check_step, generate
 from torch import is_grad_enabled, nn
+from torch import is_grad_enabled as is_recording
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from toolkit import stop_gradient, stop_recording
 from toolkit.gradients import audit, audited, field_jacobian
 from toolkit.gradients.audit import variables
-from toolkit.gradients.audit.steps import Recorder
+from toolkit.gradients.audit.steps import Recorder, Unrecordable
 
 # Under a dispatch mode torch itself crashes on some of the programs.
 pytestmark = pytest.mark.keeps_its_sums
@@ -1036,6 +1039,63 @@ def test_the_end_of_a_stop_that_keeps_its_meaning_does_not_open_the_region_aroun
     assert (w.grad, u.grad) == (6, None)
 
 
+# --- programs that look at what they stop ------------------------------------------------------------------------
+
+
+def _asks_by_another_name(h):
+    with torch.no_grad():
+        return h.cos() * (2.0 if is_recording() else 0.5)
+
+
+def _asks_a_guard(h):
+    with torch.no_grad():
+        guard = torch.set_grad_enabled(True)
+        a = h.exp()
+        torch.set_grad_enabled(guard.prev)
+        return a + h.cos()
+
+
+def _asks_a_context(h):
+    with torch.no_grad():
+        context = torch.enable_grad()
+        with context:
+            factor = 2.0 if context.prev else 0.5
+        return h.cos() * factor
+
+
+def _asks_a_result(h):
+    with torch.no_grad():
+        a = h.cos()
+        return a * (2.0 if a.requires_grad else 0.5)
+
+
+def _asks_a_constant(h):
+    a = h.cos().detach()
+    return a * (2.0 if a.requires_grad else 0.5) * (1.0 if a.is_leaf else 3.0) + (a if a.grad_fn is None else 0.0)
+
+
+@pytest.mark.parametrize(
+    "held", [_asks_by_another_name, _asks_a_guard, _asks_a_context, _asks_a_result, _asks_a_constant]
+)
+def test_a_step_that_looks_at_what_it_stops_takes_its_own_way(held):
+    w = torch.tensor([1.5, 1.0, 2.0], requires_grad=True)
+
+    def loss():
+        h = w.sin()
+        return (h * held(h)).sum()
+
+    loss().backward()
+    plain, w.grad = w.grad, None
+    with audited({"w": w}) as step:
+        loss().backward()
+    assert torch.equal(w.grad, plain)
+    assert torch.equal(step.audits[0].blocked["w"], plain)
+    reasons = [entry.reason for entry in step.audits[0].unopened]
+    assert any(reason.endswith("as if it were closed") for reason in reasons)
+    assert "prev" not in vars(torch.no_grad)
+    assert is_recording is torch.is_grad_enabled
+
+
 # --- operations without a derivative -----------------------------------------------------------------------------
 
 
@@ -1061,6 +1121,83 @@ def test_a_result_that_takes_no_gradient_is_named():
     with pytest.raises(RuntimeError, match="an operation takes it that has no derivative by it"):
         with audited({"w": w}):
             torch.mul(w.detach(), 2, out=held)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda held: torch.zeros(3).set_(held),
+        lambda held: torch.special.gammainc(held, torch.ones(3)),
+        lambda held: held.clone().acosh_(),
+        lambda held: held.resize_(3),
+    ],
+)
+def test_an_operation_without_a_derivative_on_a_constant_is_named(make):
+    w = torch.tensor([1.5, 1.0, 2.0], requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"_steps.py:\d+:\d+: an operation takes it that has no derivative by it"):
+        with audited({"w": w}):
+            (w * make(w.exp().detach())).sum().backward()
+    assert w.grad is None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's own samples
+@pytest.mark.parametrize("is_region", [False, True], ids=["tensor", "region"])
+def test_every_operation_takes_constants_as_in_the_plain_step(is_region):
+    """Torch's own samples of all its operations: the same values, or the place is named."""
+    from torch.testing._internal.common_methods_invocations import op_db  # slow to import
+
+    w, failed = torch.tensor(1.0, requires_grad=True), []
+    cases = [
+        (op, variant, sample)
+        for op in op_db
+        if torch.float64 in op.supported_dtypes("cpu") and "empty" not in op.name and "lstsq" not in op.name  # random
+        for sample in itertools.islice(op.sample_inputs("cpu", torch.float64), 1)
+        for variant in (op.op, op.inplace_variant)
+        if variant is not None
+    ]
+
+    def run(variant, sample, state):
+        def held(value):
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                return value
+            if not (value.is_floating_point() or value.is_complex()):
+                return value.clone()
+            recorded = value * (w * 0 + 1).to(value.dtype)
+            return recorded if is_region else recorded.detach()
+
+        torch.set_rng_state(state)
+        with torch.no_grad() if is_region else contextlib.nullcontext():
+            given = tree_map(held, (sample.input, sample.args, sample.kwargs))
+            found = tree_leaves(variant(given[0], *given[1], **given[2]))
+        return [value.detach().clone() for value in found if getattr(value, "layout", None) is torch.strided]
+
+    plainly = []
+    for op, variant, sample in cases:
+        state = torch.get_rng_state()
+        with contextlib.suppress(Exception):  # not every operation in place takes every sample
+            plainly.append((op.name, variant, sample, state, run(variant, sample, state)))
+    assert len(plainly) > 500
+    with audited({"w": w}):
+        for name, variant, sample, state, plain in plainly:
+            try:
+                found = run(variant, sample, state)
+            except Unrecordable:
+                continue
+            except Exception as error:
+                failed.append((name, str(error)))
+                continue
+            same = (torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(plain, found, strict=True))
+            failed += [] if all(same) else [(name, "other values")]
+    assert not failed
+
+
+def test_a_constant_that_another_library_takes_is_an_escape():
+    w = torch.tensor([1.5, 1.0, 2.0], requires_grad=True)
+    with audited({"w": w}) as step:
+        (w * torch.from_dlpack(w.exp().detach())).sum().backward()
+    assert torch.equal(w.grad, w.detach().exp())
+    assert [escape.kind for escape in step.audits[0].escapes] == ["__dlpack__()"]
 
 
 def test_an_operation_without_a_derivative_in_a_region_is_named():

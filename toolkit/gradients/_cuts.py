@@ -31,15 +31,22 @@ from toolkit.gradients._nodes import (
 )
 from toolkit.gradients._places import TOOLKIT, TORCH
 
-__all__ = ["WRITES_STAY_BLOCKED", "CutBoard", "Unrecordable", "changed_by"]
+__all__ = ["NO_DERIVATIVE", "WRITES_STAY_BLOCKED", "CutBoard", "Unrecordable", "changed_by"]
 
 WRITES_STAY_BLOCKED = "it updates older tensors in place, as an average of weights does; these updates stay blocked"
 """The reason why a region opens only in part."""
 
+NO_DERIVATIVE = "an operation takes it that has no derivative by it"
+"""The reason why a constant is not recorded that an operation takes only as a constant."""
+
 _VIEW = "a view of it, which is in use, becomes a leaf that requires a gradient"
-_NO_DERIVATIVE = "an operation takes it that has no derivative by it"
 _CHECKPOINTED = "a checkpoint multiplies by it, and would multiply in another way when it computes again"
-_TAKES_NO_GRADIENT = ("is not differentiable with respect to argument", "don't support automatic differentiation")
+_TAKES_NO_GRADIENT = (
+    "is not differentiable with respect to argument",
+    "don't support automatic differentiation",
+    "derivative for ",  # "... is not implemented"
+    "cannot resize variables that require grad",
+)
 _HOOKS = "toolkit.gradients.hooks"
 _OVERRIDES = TORCH + "overrides.py"
 
@@ -68,6 +75,7 @@ class CutBoard(GateBoard):
         written: Regions with changes in place of a tensor that has its gradient from outside.
         nested: Blocks that stop a nested tensor with strides, which cannot be cut.
         before: Block -> the node of a tensor from before the recording that it stops.
+        asked: Blocks of whose results the program asks whether they carry a gradient.
         first: The number of the first node.
         latest: The block met last.
     """
@@ -78,6 +86,7 @@ class CutBoard(GateBoard):
         self.written: set[str] = set()
         self.nested: set[str] = set()
         self.before: dict[str, Any] = {}
+        self.asked: set[str] = set()
         self.first, self.latest = next_number(), ""
         self._real, self._leaves, self._is_inside, self._process = real, list[Any](), False, os.getpid()
         self._anchor = torch.empty((), device="cpu", requires_grad=True)
@@ -166,6 +175,13 @@ class CutBoard(GateBoard):
         node = tensor.grad_fn
         return not (node is None or self.is_earlier(node) or self.leads_to_a_leaf(node, {}))
 
+    def poses_as_constant(self, tensor: Tensor) -> bool:
+        """Return whether the program, and not torch, looks at a tensor that is a constant of the plain program."""
+        if tensor.grad_fn is None or not _is_asked_by_program() or not self.is_constant(tensor):
+            return False
+        self.asked |= self.making([tensor.grad_fn])
+        return True
+
     def leads_to_a_leaf(self, node: Any, known: dict[Any, bool]) -> bool:
         """Return whether the plain program has a graph behind this node; `known` caches the answers by node."""
         order, stack = list[Any](), [node]
@@ -223,12 +239,7 @@ class CutBoard(GateBoard):
 
     def hand_out_a_node(self) -> None:
         """Note that the program looks at a node, which may get hooks unseen; torch's optimisers look, and set none."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (
-            frame.f_code.co_name == "__torch_function__" or _OVERRIDES in frame.f_code.co_filename
-        ):
-            frame = frame.f_back
-        if frame is not None and not frame.f_code.co_filename.startswith((TORCH, TOOLKIT)):
+        if _is_asked_by_program():
             self.linear = False
 
     def is_hooked(self, node: Any) -> bool:
@@ -279,7 +290,7 @@ class CutBoard(GateBoard):
             return
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
         if places := self.making(tensor.grad_fn for tensor in filter(self.is_constant, given)):
-            raise Unrecordable(dict.fromkeys(sorted(places), _NO_DERIVATIVE)) from error
+            raise Unrecordable(dict.fromkeys(sorted(places), NO_DERIVATIVE)) from error
 
     def making(self, roots: Iterable[Any]) -> set[str]:
         """Return the blocks that make constants of these results: the first on each path."""
@@ -338,6 +349,16 @@ class CutBoard(GateBoard):
                     seen.add(node)
                     stack.append(node)
                     yield node
+
+
+def _is_asked_by_program() -> bool:
+    """Return whether the call that a mode sees comes from other code than that of torch and of this library."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__" or _OVERRIDES in frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith((TORCH, TOOLKIT))
 
 
 def _hooks(node: Any) -> list[dict[int, Any]]:

@@ -308,6 +308,10 @@ class GateBoard(Gates):
         """Note that the program looks at a node, which may get hooks unseen."""
         self.linear = False
 
+    def poses_as_constant(self, tensor: Tensor) -> bool:
+        """Return whether the program should see a tensor that carries a gradient as a constant."""
+        return False
+
     def may_require(self, tensor: Tensor, *, required: bool) -> bool:
         """Return whether the program may set whether a tensor requires a gradient."""
         return True
@@ -405,6 +409,12 @@ next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _GRAD = torch.autograd.grad
 _GRAD_FN = torch._C.TensorBase.__dict__["grad_fn"].__get__
 _REQUIRE_GRADIENT = torch._C.TensorBase.__dict__["requires_grad"].__set__
+# Attribute of a tensor -> its value for a constant.
+_SHOWING_A_GRAPH: dict[Any, bool | None] = {
+    _GRAD_FN: None,
+    torch._C.TensorBase.__dict__["requires_grad"].__get__: False,
+    torch._C.TensorBase.__dict__["is_leaf"].__get__: True,
+}
 
 
 def _ends_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
@@ -440,6 +450,8 @@ class _Watch(TorchFunctionMode):
             handle = func(*args, **kwargs)
             self._board.hook(args[0])
             return handle
+        elif func in _SHOWING_A_GRAPH and self._board.poses_as_constant(args[0]):
+            return _SHOWING_A_GRAPH[func]
         elif func == _GRAD_FN:
             self._board.hand_out_a_node()
         elif func is Tensor.requires_grad_ or func == _REQUIRE_GRADIENT:

@@ -66,6 +66,8 @@ _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
 _WITH_FAST_PATHS = frozenset(TORCH + f"nn/modules/{name}.py" for name in ("activation", "transformer"))
 _FAST_PATH = "a module of torch takes a fast path inside of it, which has no derivative"
 _STALE = "autocast keeps the cast of a weight that is updated before its next use, and a recorded region keeps none"
+_INSIDE = "_toolkit_inside"  # of recorded regions, where the plain program records nothing
+_NUMBERS = {"__float__": "float()", "__int__": "int()", "__complex__": "complex()", "__index__": "__index__()"}
 _PACKAGE = __name__.partition(".")[0] + "."
 _DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _ITSELF = "it stops the tensor object itself, which cannot be opened afterwards"
@@ -209,7 +211,11 @@ class BareBlocks:
             (torch, "linspace", functools.partial(self._taken, "linspace()")),
             (torch, "logspace", functools.partial(self._taken, "logspace()")),
             (torch.autograd.Variable, "__new__", self._variable),
-            *((owner, "is_grad_enabled", self._is_grad_enabled) for owner in _naming(torch.is_grad_enabled)),
+            *((owner, name, self._is_grad_enabled) for owner, name in self._names_of(torch.is_grad_enabled)),
+            *(
+                (context, "prev", self._before)
+                for context in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
+            ),
             (torch.overrides, "has_torch_function", self._has_torch_function),
             (torch.autograd, "_engine_run_backward", self._backward),
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
@@ -229,8 +235,11 @@ class BareBlocks:
             (torch.set_grad_enabled, "__enter__", self._enter_set_grad_enabled),
             (torch.set_grad_enabled, "__exit__", self._exit),
         ]
-        for name in ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__"):
+        for name in ("item", "tolist", "numpy", "__array__", "__dlpack__", *_NUMBERS):
             stops.append((Tensor, name, functools.partial(self._escape, name)))
+        for name in ("untyped_storage", "storage"):
+            stops.append((Tensor, name, functools.partial(self._memory, f"{name}()")))
+        stops.append((torch._C, "_AutoDispatchBelowAutograd", self._below_autograd))
         stops += [(Tensor, "__deepcopy__", self._copied), (Tensor, "__reduce_ex__", self._pickled)]
         return stops
 
@@ -422,7 +431,7 @@ class BareBlocks:
         return staticmethod(new)
 
     def _escape(self, name: str, original: Any) -> Any:
-        kind = {"__float__": "float()", "__int__": "int()", "__complex__": "complex()"}.get(name, f"{name}()")
+        kind = _NUMBERS.get(name, f"{name}()")
 
         def leave(input: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not carries_gradient(input):
@@ -433,6 +442,24 @@ class BareBlocks:
             return original(stopped, *args, **kwargs)
 
         return leave
+
+    def _memory(self, kind: str, original: Any) -> Any:
+        def get(input: Tensor) -> Any:
+            """Note that the program takes the memory of a result, of which it can make a tensor without a graph."""
+            caller = sys._getframe(1)
+            if not caller.f_code.co_filename.startswith((TOOLKIT, TORCH)) and not input.is_leaf:
+                self._note_escape(kind, caller)
+            return original(input)
+
+        return get
+
+    def _below_autograd(self, original: Any) -> Any:
+        def guard() -> Any:
+            if not (caller := sys._getframe(1)).f_code.co_filename.startswith(TORCH):
+                self._note_escape("_AutoDispatchBelowAutograd()", caller)
+            return original()
+
+        return guard
 
     def _copied(self, original: Any) -> Any:
         return lambda input, memo: original(self._kept(input, "deepcopy()"), memo)
@@ -558,6 +585,26 @@ class BareBlocks:
             return False
 
         return is_grad_enabled
+
+    def _names_of(self, function: Any) -> list[tuple[Any, str]]:
+        """Return the modules that have imported a function. Where regions are recorded, its aliases count as well."""
+        return _naming(function, by_any_name=self.close_regions is not None)
+
+    def _before(self, _: Any) -> Any:
+        """Give the program the `prev` that a context has in the plain program; torch reads the real one."""
+
+        def get(context: Any) -> bool:
+            regions, before = context.__dict__.get(_INSIDE), bool(context.__dict__["prev"])
+            if not (regions and before) or sys._getframe(1).f_code.co_filename.startswith((TOOLKIT, TORCH)):
+                return before
+            for region in regions:
+                self.partly.setdefault(region, "`prev` of a context in it answers as if it were closed")
+            return False
+
+        def set(context: Any, value: bool) -> None:
+            context.__dict__["prev"], context.__dict__[_INSIDE] = value, tuple(self._entered())
+
+        return property(get, set)
 
     def _entered(self) -> Collection[str]:
         """Return the regions that this thread is in, and that record a graph although the program's own do not."""
@@ -779,15 +826,16 @@ def _requires_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _naming(function: Any) -> list[Any]:
-    """Return the modules that know a function of torch by its name: torch, and those that have imported it."""
-    name = function.__name__
-    return [
-        module
-        for path, module in list(sys.modules.items())
-        if getattr(module, "__dict__", {}).get(name) is function
-        and (path in ("torch", "torch._C") or path.partition(".")[0] not in ("torch", "toolkit"))
-    ]
+def _naming(function: Any, *, by_any_name: bool) -> list[tuple[Any, str]]:
+    """Return the modules that have imported a function of torch, and its name there."""
+    found = list[tuple[Any, str]]()
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] in ("torch", "toolkit") and path not in ("torch", "torch._C"):
+            continue
+        variables = getattr(module, "__dict__", {})
+        names = list(variables) if by_any_name else [function.__name__]
+        found += [(module, name) for name in names if variables.get(name) is function]
+    return found
 
 
 def _is_machinery(file: str) -> bool:
@@ -860,7 +908,7 @@ def _replaced(attributes: Iterable[tuple[Any, str, Callable[[Any], Any]]]) -> It
             if owner is Tensor and name == "data":
                 inherited = torch._C.TensorBase.__dict__["data"]
             else:
-                inherited = original.__func__ if isinstance(original, staticmethod) else getattr(owner, name)
+                inherited = original.__func__ if isinstance(original, staticmethod) else getattr(owner, name, None)
             originals.append((owner, name, original))
             setattr(owner, name, make(inherited))
         yield

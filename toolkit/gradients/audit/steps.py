@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from toolkit.blocks import has_storage
 from toolkit.gradients._answers import Answers, Closed, Leak
-from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, CutBoard, Unrecordable
+from toolkit.gradients._cuts import NO_DERIVATIVE, WRITES_STAY_BLOCKED, CutBoard, Unrecordable
 from toolkit.gradients._eager import without_compiled_code
 from toolkit.gradients._nodes import (
     EVERY_BLOCK,
@@ -60,6 +60,7 @@ _INNER = "a derivative inside of the step reaches it, so opening it would change
 _NOT_DERIVED = "an operation inside of it has no derivative"
 _REWRITTEN = "its result is changed in place after it"
 _BLURRED = "a transform of torch.func switches recording on again inside of it"
+_ASKED = "the program asks whether its result carries a gradient, and is answered as if it were closed"
 _SHARED = "an earlier backward pass has used its values, too"
 _OVERWRITTEN = "a tensor is changed in place that a derivative of the region needs"
 _EAGER = "compiled functions ran in eager mode"
@@ -160,7 +161,8 @@ class Recorder:
             gc.collect()  # the graph of an earlier pass may end in a cycle, and keeps its values until then
         alive = [places for tensor, places in self._parted if tensor() is not None]
         shared = dict.fromkeys(sorted(set[str]().union(*alive).difference(comparison.unopened)), _SHARED)
-        return earlier | nested | shared | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
+        asked = dict.fromkeys(sorted(self.board.asked), _ASKED)
+        return asked | earlier | nested | shared | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
 
     def reaches_beyond(self, value: Tensor) -> bool:
         """Return whether the graph of a loss goes back to before the recording."""
@@ -270,9 +272,10 @@ class StepAnswers(Answers):
             raise error.__cause__ or error from None
         except Exception as error:  # the first nodes of a closed region run, and need what they saved
             is_changed = "modified by an inplace operation" in str(error)
-            if regions := self._failing():
-                reason = _OVERWRITTEN if is_changed else _NOT_DERIVED
-                raise Unrecordable(dict.fromkeys(sorted(regions), reason)) from error
+            places, is_inside = self._failing()
+            if places:
+                reason = _OVERWRITTEN if is_changed else _NOT_DERIVED if is_inside else NO_DERIVATIVE
+                raise Unrecordable(dict.fromkeys(sorted(places), reason)) from error
             if hidden := self._bare.through_data() if is_changed else ():
                 raise Unrecordable(dict.fromkeys(hidden, HIDDEN_CHANGE)) from error
             raise
@@ -285,8 +288,11 @@ class StepAnswers(Answers):
         own = set(reachable_nodes(self._value.grad_fn, ())).difference(constants)
         return self.board.making(constants) if own.isdisjoint(freed) else set()
 
-    def _failing(self) -> frozenset[str]:
-        """Return the closed regions of the node that fails in a derivative; all regions if the step never runs it."""
+    def _failing(self) -> tuple[Collection[str], bool]:
+        """Return the closed blocks due to which a node runs that fails in a derivative, and whether they are regions.
+
+        These are all regions if the plain step never runs the node.
+        """
         started = list[Any]()
         handles = [node.register_prehook(functools.partial(_note, started, node)) for node in self.nodes]
         try:
@@ -295,10 +301,13 @@ class StepAnswers(Answers):
         finally:
             for handle in handles:
                 handle.remove()
-        reached = set(reachable_nodes(self._value.grad_fn, ()))
-        if not started or (started[-1] in reached and not regions_of(started[-1])):
-            return frozenset()
-        return regions_of(started[-1]) or frozenset().union(*map(regions_of, self.nodes))
+        if not started:
+            return (), False
+        node = started[-1]
+        if node in reachable_nodes(self._value.grad_fn, ()) and not regions_of(node):
+            is_constant = not self.board.leads_to_a_leaf(node, {})
+            return self.board.making([node]) if is_constant else (), False
+        return regions_of(node) or frozenset().union(*map(regions_of, self.nodes)), True
 
     @contextmanager
     def passing(self, open: Collection[str]) -> Iterator[None]:
