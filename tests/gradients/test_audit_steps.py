@@ -1569,3 +1569,15 @@ def test_a_subclass_of_tensors_sets_a_leaf_inside():
         (y * slope).mean().backward()
     (found,) = answer.audits
     assert [entry.kind for entry in found.unopened] == ["detach()"]
+
+
+@pytest.mark.slow
+def test_compiled_functions_are_told_of_where_they_ran():
+    w = torch.tensor([1.5, 1.0, 2.0], requires_grad=True)
+    compiled = torch.compile(lambda x: x.sin() * x.detach(), backend="eager")
+    remarks = []
+    for function in (compiled, torch.sin):
+        with audited({"w": w}) as step:
+            function(w).sum().backward()
+        remarks.append(step.audits[0].remarks)
+    assert remarks == [["compiled functions ran in eager mode"], []]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +13,18 @@ __all__ = ["without_compiled_code"]
 
 
 @contextmanager
-def without_compiled_code() -> Iterator[None]:
-    """Run compiled functions and branches of `torch.cond` as Python, because a compiled graph has no gates."""
+def without_compiled_code(ran: list[object] | None = None) -> Iterator[None]:
+    """Run compiled functions and branches of `torch.cond` as Python, because a compiled graph has no gates.
+
+    Args:
+        ran: Gets the compiler of each compiled function that is called.
+    """
     branches, compile = torch.cond.__code__, torch.compile
     with ExitStack() as stack:
 
         def eager() -> None:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(nullcontext() if ran is None else _noting_calls(ran))
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
             """Compile for the first time: the import of the compiler, which takes a second, waits until here."""
@@ -37,6 +42,23 @@ def without_compiled_code() -> Iterator[None]:
             yield
         finally:
             torch.cond.__code__, torch.compile = branches, compile
+
+
+@contextmanager
+def _noting_calls(ran: list[object]) -> Iterator[None]:
+    """Keep the compiler of each compiled function that is called."""
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    original = frames._callback_from_stance
+
+    def noted(compiler: Any) -> Any:
+        ran.extend([compiler] if callable(compiler) else [])
+        return original(compiler)
+
+    frames._callback_from_stance = noted
+    try:
+        yield
+    finally:
+        frames._callback_from_stance = original
 
 
 def _branch(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:

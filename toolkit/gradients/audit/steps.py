@@ -81,6 +81,7 @@ class Recorder:
         """Record every place except those in `real`, place -> reason."""
         self.board = CutBoard(real)
         self._parted: list[tuple[weakref.ref[Tensor], set[str]]] = []
+        self._compiled: list[object] = []
         self.bare = BareBlocks(
             real=dict(real),
             spares=EVERY_BLOCK,
@@ -95,7 +96,7 @@ class Recorder:
         """Record the body of a ``with``; afterwards no tensor leads to a cut."""
         storages = Storages()
         try:
-            with without_compiled_code(), self.bare.replaced(storages), self.board.forward():
+            with without_compiled_code(self._compiled), self.bare.replaced(storages), self.board.forward():
                 yield
         finally:
             self._forget()
@@ -127,7 +128,7 @@ class Recorder:
             graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
             remarks=[
                 *[_BEYOND] * self.reaches_beyond(value),
-                *[_EAGER] * _compiles(),
+                *[_EAGER] * bool(self._compiled),
                 *[_SCRIPTED] * _stops_in_torchscript(alive),
                 *_scaling_of(value, alive),
             ],
@@ -623,12 +624,6 @@ def _scaling(seed: str, size: float) -> Callable[[tuple[Tensor | None, ...]], tu
         )
 
     return scaled
-
-
-def _compiles() -> bool:
-    """Return whether this process has compiled functions."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and any(backend is not None for backend in dynamo.eval_frame.cached_backends.values())
 
 
 def _stops_in_torchscript(alive: Iterable[object]) -> bool:
