@@ -695,7 +695,8 @@ REFUSED = {
     ),
     "one class": (
         lambda model, x, labels: vat_direction(lambda x: x[:, :1], x),
-        "`model` should return logits (3, C) with at least two classes. Found (3, 1).",
+        "`model` should return logits (3, C) with at least two classes. Found (3, 1). One logit of two classes "
+        "becomes two by `lambda z: torch.stack([0 * z, z], -1).view(-1, 2)`.",
     ),
     "one sample": (
         lambda model, x, labels: vat_direction(model, x[0]),

@@ -356,7 +356,7 @@ def check_logits(logits: object, n: int) -> None:
     if logits.dim() != 2 or len(logits) != n or logits.shape[1] < 2:
         found = f"{tuple(logits.shape)}."
         if logits.shape in {(n,), (n, 1)}:
-            found += " One logit of two classes is taken with `logits=lambda z: torch.stack([-z, z], -1).view(-1, 2)`."
+            found += " One logit of two classes becomes two by `lambda z: torch.stack([0 * z, z], -1).view(-1, 2)`."
         raise ValueError(f"`model` should return logits ({n}, C) with at least two classes. Found {found}")
 
 
