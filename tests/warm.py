@@ -63,7 +63,7 @@ ignores = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 request = json.dumps([words, options, os.getcwd(), dict(os.environ), ignores, files]).encode()
 socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
 server.sendall(request)
-for number in (signal.SIGTERM,) if ignores else (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM):  # the copy ignores what was ignored here, until its program changes that
     signal.signal(number, lambda number, frame: server.send(bytes([number])))
 status = int(server.recv(16) or b"1")
 if status < 0:
