@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Gates, Site, carries_gradient, gated, without_tangents
@@ -504,9 +505,9 @@ def _noting_hooks_of_every_node(board: GateBoard) -> Iterator[None]:
 
 
 def _runs_python(operation: Callable[[], Any]) -> bool:
-    """Return whether an operation of torch calls a function in Python."""
+    """Return whether an operation of torch, outside of all modes, calls a function in Python."""
     called, profile = [0], sys.getprofile()
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
 
         def note(frame: FrameType, event: str, argument: Any) -> None:
             called[0] += event == "call" and frame.f_code is not operation.__code__
