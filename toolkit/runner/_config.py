@@ -73,7 +73,7 @@ class ExperimentConfig(BaseModel):
     Attributes:
         experiment: The module in `experiments/`, beside the config or of this project, that runs it.
         title: One line for the report.
-        finding: The block's effect by theory, in words for a reader who does not know stop-gradients.
+        finding: The block's effect on training, in words for a reader who does not know stop-gradients.
         open: The variants that are compared with the blocked run: each is a block, or a list of blocks that are
             opened together.
         seeds: Number of seeds; they are 0, 1, 2, ...
