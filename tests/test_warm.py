@@ -128,6 +128,23 @@ def test_it_ignores_the_interrupt_as_a_new_process_does(setting, expected):
         assert subprocess.check_output([python, "-c", program], text=True, preexec_fn=set_before).strip() == expected
 
 
+def test_a_program_that_heeds_the_interrupt_again_gets_it():
+    program = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n    print('ready', flush=True)\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    print('interrupted')"
+    )
+    ignored = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)  # as in a background job of a shell
+    command = [warm.python(), "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ignored) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.communicate(timeout=60)[0] == "interrupted\n"
+        finally:
+            process.kill()
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_command_ends_the_copy(number):
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
