@@ -11,7 +11,7 @@ import benchmarks
 
 
 def names() -> dict[str, bool]:
-    """Return the names of the benchmarks; True stands by those that run only if they are named."""
+    """Return name -> whether the benchmark runs only on request."""
     found = [info.name for info in pkgutil.iter_modules(benchmarks.__path__) if not info.name.startswith("_")]
     return {name: "\nON_REQUEST = True\n" in _source(name) for name in found}
 

@@ -29,13 +29,13 @@ _CHUNK = 50
 
 @dataclass
 class Tally:
-    """What was found in some programs.
+    """The findings in some programs.
 
     Attributes:
         programs: How many have a truth.
         answers: How many sets of open stops were answered.
         wrong: A line for each wrong answer: seed, kind, sentence.
-        refused: Seeds of the programs of which something was refused.
+        refused: Seeds of the programs with a refused question.
         reasons: Why, and how often.
         skipped: Why programs have no truth, and how often.
     """
@@ -48,7 +48,7 @@ class Tally:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Tally) -> None:
-        """Add what was found in other programs."""
+        """Add the findings in other programs."""
         self.programs += other.programs
         self.answers += other.answers
         self.wrong |= other.wrong

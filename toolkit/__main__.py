@@ -261,7 +261,7 @@ def _run(run: Any, script: Any) -> int:
 
 @contextlib.contextmanager
 def _started_with(words: list[str]) -> Iterator[None]:
-    """Let a program read these words as those that it was started with."""
+    """Give a program these words as its own command line."""
     own, sys.argv = sys.argv, words
     try:
         yield

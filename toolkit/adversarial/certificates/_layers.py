@@ -63,7 +63,7 @@ class Affine(NamedTuple):
 
 
 def plain_layers(model: nn.Module, activations: tuple[type[nn.Module], ...] = _MONOTONE) -> list[nn.Module]:
-    """Return the layers of a sequential model, without those that have no effect in evaluation mode.
+    """Return the layers of a sequential model that act in evaluation mode.
 
     Args:
         model: A `torch.nn.Sequential`.

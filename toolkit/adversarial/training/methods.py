@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -497,8 +497,7 @@ def _checked(ball: Any) -> BallArguments:
     if not isinstance(ball, Mapping) or "epsilon" not in ball:
         found = "no `epsilon`" if isinstance(ball, Mapping) else type(ball).__name__
         raise TypeError(f"`ball` should be a mapping with `epsilon`, `norm` and `bounds`. Found {found}.")
-    checked: BallArguments = ball  # type: ignore[assignment]
-    return checked
+    return cast("BallArguments", ball)
 
 
 def _check_steps(method: PGD | TRADES | LLR) -> None:
