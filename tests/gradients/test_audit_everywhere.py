@@ -863,6 +863,38 @@ def test_a_region_that_is_left_open_ends_as_it_would_have():
     torch.testing.assert_close(found.gradient([found.effects[0].name])["weight"], expected)
 
 
+class _WithStops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.net(x)
+        with torch.no_grad():
+            goal = self.net(x + 1).tanh()
+        return (y - 0.5 * y.detach().roll(1, 0) - goal).square().mean()
+
+
+def test_an_exported_program_has_the_stops_of_its_module():
+    plain, x = _WithStops(), torch.randn(6, 4)
+    exported = torch.export.export(plain, (x,)).module()
+    exported.load_state_dict(plain.state_dict())
+    found, expected = audit(lambda: exported(x), exported), audit(lambda: plain(x), plain)
+    assert found.valid
+    assert [found.kinds[effect.name] for effect in found.effects] == ["no_grad", "detach()"]
+    assert [effect.leak for effect in found.effects] == pytest.approx([e.leak for e in expected.effects], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, torch.randn(6, 4))])
+def test_a_module_in_torchscript_is_listed_if_stops_are_in_it(make):
+    net, free, x = make(_WithStops()), make(nn.Linear(4, 3)), torch.randn(6, 4)
+    found = audit(lambda: net(x) + free(x).mean(), net)
+    assert found.valid
+    assert [entry.kind for entry in found.unopened] == ["TorchScript"]
+    assert found.summary() == "1 stop: 1 not opened"
+
+
 @pytest.mark.keeps_its_sums
 def test_a_compiled_program_is_audited_as_it_was_written():
     torch._dynamo.reset()

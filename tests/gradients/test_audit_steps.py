@@ -650,15 +650,18 @@ def test_a_function_decorated_inside_of_a_region_leaves_the_region_closed():
     assert region.leak == pytest.approx((2 * w.square()).norm().item(), rel=1e-6)
 
 
-def test_stops_inside_of_torchscript_are_said_to_be_unseen():
-    listed = torch.jit.script(nn.ModuleList([nn.ReLU()]))  # has no `forward`
-    compiled = torch.jit.CompilationUnit("def held(x):\n    return x.detach()\n").held
+def test_a_call_into_torchscript_is_listed_if_stops_are_in_it():
+    compiled = torch.jit.CompilationUnit(
+        "def held(x):\n    return x.detach()\ndef free(x):\n    return x.exp()\ndef idle(x):\n    return x.data\n"
+    )
     w = torch.ones(2, requires_grad=True)
     with audited() as step:
-        (compiled(w) * w * len(listed)).sum().backward()
-    assert step.audits[0].remarks == ["stops inside of TorchScript are not looked into"]
-    del listed, compiled
-    gc.collect()  # the next step would find them
+        (compiled.held(w) * compiled.free(w)).sum().backward()
+    (answer,) = step.audits
+    assert [(entry.kind, answer.sites[entry.site].function) for entry in answer.unopened] == [
+        ("TorchScript", "test_a_call_into_torchscript_is_listed_if_stops_are_in_it")
+    ]
+    assert not answer.effects
 
 
 def test_the_scale_of_a_loss_is_said():

@@ -72,6 +72,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 _DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _ITSELF = "it stops the tensor object itself, which cannot be opened afterwards"
 _WITHOUT_END = "a call without `with` has no end at which a region could be closed"
+_SCRIPTED = "TorchScript runs outside of Python, where its stops cannot be opened"
 
 # Under another name than that of torch, which an audit replaces.
 _is_recording = torch.is_grad_enabled
@@ -149,6 +150,7 @@ class BareBlocks:
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     _aliases: Any = field(default_factory=WeakIdKeyDictionary)
     _casts: Any = field(default_factory=WeakIdKeyDictionary)
+    _scripts: Any = field(default_factory=WeakIdKeyDictionary)
     _calls: dict[str, dict[tuple[int, int], tuple[CodeType, Any]]] = field(default_factory=dict)
 
     @staticmethod
@@ -218,6 +220,8 @@ class BareBlocks:
             ),
             (torch.overrides, "has_torch_function", self._has_torch_function),
             (torch.autograd, "_engine_run_backward", self._backward),
+            (torch.jit.ScriptFunction, "__call__", self._scripted),
+            (torch._C.ScriptMethod, "__call__", self._scripted),
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
         ]
         for context, kind in (
@@ -240,6 +244,8 @@ class BareBlocks:
         for name in ("untyped_storage", "storage"):
             stops.append((Tensor, name, functools.partial(self._memory, f"{name}()")))
         stops.append((torch._C, "_AutoDispatchBelowAutograd", self._below_autograd))
+        if wrap := sys.modules.get("torch._higher_order_ops.wrap"):  # of an exported program
+            stops.append((wrap.WrapWithSetGradEnabled, "__call__", self._exported_region))
         stops += [(Tensor, "__deepcopy__", self._copied), (Tensor, "__reduce_ex__", self._pickled)]
         return stops
 
@@ -523,6 +529,28 @@ class BareBlocks:
         self._region = _Entered(str(site))
         inner.__enter__()
         return True
+
+    def _scripted(self, original: Any) -> Any:
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            """Note a call into TorchScript if it has stops."""
+            if _is_recording() and self._mine():
+                if function not in self._scripts:
+                    graph = function.inlined_graph
+                    self._scripts[function] = "no_grad" in str(graph) or any(
+                        graph.findAllNodes(stop) for stop in ("aten::detach", "aten::detach_", "prim::data")
+                    )
+                if self._scripts[function] and (site := self._site("TorchScript", _caller())):
+                    self.real[str(site)] = _SCRIPTED
+            return original(function, *args, **kwargs)
+
+        return call
+
+    def _exported_region(self, original: Any) -> Any:
+        def run(operator: Any, mode: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with torch.enable_grad() if mode else torch.no_grad():
+                return function(*args, **kwargs)
+
+        return run
 
     def _set_grad_enabled(self, original: Any) -> Any:
         def init(context: Any, mode: bool) -> None:

@@ -64,7 +64,6 @@ _ASKED = "the program asks whether its result carries a gradient, and is answere
 _SHARED = "an earlier backward pass has used its values, too"
 _OVERWRITTEN = "a tensor is changed in place that a derivative of the region needs"
 _EAGER = "compiled functions ran in eager mode"
-_SCRIPTED = "stops inside of TorchScript are not looked into"
 _OVER = "the step is over, or its graph is freed; ask inside of `audited`, after `backward(retain_graph=True)`"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
 
@@ -114,7 +113,7 @@ class Recorder:
             Refused: If the graph of the step cannot be differentiated a second time.
         """
         scopes = scopes_of(sys._getframe(1))
-        alive = objects_of(nn.Module, torch.jit.ScriptFunction, torch.amp.GradScaler, torch.optim.Optimizer)
+        alive = objects_of(nn.Module, torch.amp.GradScaler, torch.optim.Optimizer)
         parts = Parts(modules=modules_by_name(alive, scopes))
         given = None if params is None else named_parameters(params, parts)
         if given is None and inputs is not None:
@@ -129,7 +128,6 @@ class Recorder:
             remarks=[
                 *[_BEYOND] * self.reaches_beyond(value),
                 *[_EAGER] * bool(self._compiled),
-                *[_SCRIPTED] * _stops_in_torchscript(alive),
                 *_scaling_of(value, alive),
             ],
             closed=self._closed(answers, comparison),
@@ -624,18 +622,6 @@ def _scaling(seed: str, size: float) -> Callable[[tuple[Tensor | None, ...]], tu
         )
 
     return scaled
-
-
-def _stops_in_torchscript(alive: Iterable[object]) -> bool:
-    """Return whether there are stops in TorchScript, whose calls are not seen."""
-    texts = list[str]()
-    found: Any
-    for found in alive:
-        if not isinstance(found, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
-            continue
-        with suppress(RuntimeError, AttributeError):  # such as a list of modules, without `forward`
-            texts.append(str(found.inlined_graph))
-    return any(word in text for text in texts for word in ("aten::detach", "no_grad"))
 
 
 def _scaling_of(value: Tensor, alive: Iterable[object]) -> list[str]:
