@@ -535,6 +535,18 @@ def test_a_block_that_is_used_twice_along_a_path_leaks_along_both():
     )
 
 
+def test_a_gradient_that_is_not_a_number_is_named() -> None:
+    x, y = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return ((x - stop_gradient(x, "itself")).abs().sqrt() + y * stop_gradient(y, "other")).sum()
+
+    found = compare(loss, {"x": x, "y": y})
+    assert found.remarks == ["the blocked gradient is not finite, its leaks cannot be measured: x"]
+    assert found["other"].leak == pytest.approx(2**0.5)
+    assert not compare(loss, y).remarks
+
+
 def test_an_infinite_leak_is_not_called_rounding() -> None:
     x = torch.zeros((), dtype=torch.float64, requires_grad=True)
     (effect,) = compare(lambda: x + stop_gradient(x.sqrt(), "infinite"), x).effects

@@ -98,6 +98,10 @@ class Comparison:
         self._together: BlockEffect | None = None
         self._measured_apart: set[str] = set()
         self._rounding = Rounding(answers, self._products_when_blocked[:, 3])
+        sizes = zip(answers.params, self._norms_when_blocked, strict=True)
+        if broken := [parameter for parameter, size in sizes if not math.isfinite(size)]:
+            names = ", ".join(broken)
+            self.remarks.append(f"the blocked gradient is not finite, its leaks cannot be measured: {names}")
         self._names = [] if self.reason else _selected(blocks, self.meetings)
         with answers.quietly() if answers.gated is not None else nullcontext():
             self._compute_effects()
