@@ -65,7 +65,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "[entry.holds() for entry in entries]",
             "test_audit_reruns",
         ),
-        ("            self._casts.clear()\n", "", "test_audit_steps"),
+        ("            bare.casts.clear()\n", "", "test_audit_steps"),
         ("if weight._version != version and", "if False and", "test_audit_steps"),
         ("        same = self.verdict == found.verdict or", "        same = True or", "test_audit_expectations"),
         ("        elif not wanted.is_met_by(seen):", "        elif wanted.is_met_by(seen):", "test_audit_expectations"),

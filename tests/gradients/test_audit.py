@@ -756,7 +756,7 @@ def test_a_container_of_a_package_is_named_by_its_caller(pair, tmp_path, monkeyp
         "    def _each(self, f): return Box(f(self.t))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys.modules["toolkit.gradients.audit.places"], "INSTALLED", (str(tmp_path),))
+    monkeypatch.setattr(sys.modules["toolkit.gradients.audit._frames"], "INSTALLED", (str(tmp_path),))
     import container_of_tensors as package
 
     found = audit(lambda: (pair.a(pair.x) * package.Box(pair.a(pair.x)).detach().t).sum(), pair.a)
@@ -803,7 +803,7 @@ def test_a_container_whose_method_is_decorated_is_named_by_its_caller(pair, tmp_
         "    def stopped(self): return self.detach()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys.modules["toolkit.gradients.audit.places"], "INSTALLED", (str(tmp_path),))
+    monkeypatch.setattr(sys.modules["toolkit.gradients.audit._frames"], "INSTALLED", (str(tmp_path),))
     from decorated_container import Box
 
     found = audit(lambda: (pair.a(pair.x) * Box(pair.a(pair.x)).detach().t).sum(), pair.a)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from toolkit.gradients._endings import Endings
 from toolkit.gradients._program import Parameters
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.places import BareBlocks
+from toolkit.gradients.audit.replaced import refuse_another, replaced
 from toolkit.gradients.compare import Comparison
 from toolkit.gradients.graph import graph_of
 from toolkit.gradients.verdict import are_close
@@ -55,8 +57,8 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
         (True, ['partial', 'partial'])
     """
     bare = BareBlocks()
-    bare.refuse_another()
-    with answers_of(loss, params, bare.replaced, bare.sparing) as answers:
+    refuse_another()
+    with answers_of(loss, params, partial(replaced, bare), bare.sparing) as answers:
         for place in bare.decorators:
             answers.board.meetings.pop(place, None)
         comparison = Comparison(answers, nested=bare.nested)

@@ -24,6 +24,7 @@ from toolkit.gradients._parts import Parts
 from toolkit.gradients._program import coarsest, keeping_selected, nodes_of
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.places import BareBlocks
+from toolkit.gradients.audit.replaced import replaced
 from toolkit.gradients.audit.scripts import Digest, Question, RecordedRun, Script, ScriptRun, is_name, key_of
 from toolkit.gradients.audit.steps import EARLIER, Storages, shaken
 from toolkit.gradients.audit.variables import modules_by_name, objects_of, parameters_of, scopes_of
@@ -115,7 +116,7 @@ class OpenedRun(ScriptRun):
             if not is_site(place):  # the name of a block that may not have run yet
                 register(place, "")
         bare = BareBlocks()
-        with without_compiled_code(), bare.replaced(Storages()), opened(*self._places, leaves_out=True) as reached:
+        with without_compiled_code(), replaced(bare, Storages()), opened(*self._places, leaves_out=True) as reached:
             try:
                 yield
             finally:

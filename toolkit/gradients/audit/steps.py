@@ -44,6 +44,7 @@ from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.losses import HIDDEN_CHANGE
 from toolkit.gradients.audit.passes import Refused, backward_passes
 from toolkit.gradients.audit.places import BareBlocks
+from toolkit.gradients.audit.replaced import replaced
 from toolkit.gradients.audit.variables import modules_by_name, objects_of, parameters_of, scopes_of
 from toolkit.gradients.compare import Comparison
 from toolkit.gradients.graph import graph_of_recorded
@@ -95,7 +96,7 @@ class Recorder:
         """Record the body of a ``with``; afterwards no tensor leads to a cut."""
         storages = Storages()
         try:
-            with without_compiled_code(self._compiled), self.bare.replaced(storages), self.board.forward():
+            with without_compiled_code(self._compiled), replaced(self.bare, storages), self.board.forward():
                 yield
         finally:
             self._forget()
