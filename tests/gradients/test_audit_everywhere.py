@@ -863,6 +863,20 @@ def test_a_region_that_is_left_open_ends_as_it_would_have():
     torch.testing.assert_close(found.gradient([found.effects[0].name])["weight"], expected)
 
 
+def test_the_stops_of_torchs_quantizers_are_listed():
+    from torch.ao import quantization
+
+    observer = quantization.MinMaxObserver
+    rounded = quantization.FakeQuantize(observer=observer, quant_min=0, quant_max=255)
+    w, x = torch.randn(4, requires_grad=True), torch.randn(4)
+    found = audit(lambda: (rounded(w * x) - x).square().sum(), {"w": w})
+    assert found.valid
+    assert [found.sites[effect.name].function for effect in found.effects] == [
+        "FakeQuantize.forward",
+        "MinMaxObserver.forward",
+    ]
+
+
 class _WithStops(nn.Module):
     def __init__(self) -> None:
         super().__init__()

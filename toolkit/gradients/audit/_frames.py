@@ -15,7 +15,7 @@ from toolkit.gradients._places import TOOLKIT, TORCH
 __all__ = ["calling_frame", "is_decorating", "is_machinery", "opens_with", "outside_of_wrapper", "passes_on", "span"]
 
 # Parts of torch that are models, not internals: their stops concern the user.
-_MODELS = tuple(TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/"))
+_MODELS = tuple(TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/", "ao/"))
 
 # Parts of torch whose stops belong to the line that calls them: `load_state_dict`, `state_dict`, `clip_grad_norm_`.
 _OF_THE_CALLER = tuple(TORCH + part for part in ("nn/modules/module.py", "nn/utils/clip_grad.py"))
