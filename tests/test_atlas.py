@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import math
 import re
 from importlib.metadata import distributions
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from folders import ROOT
 
+from benchmarks.atlas import row_of
 from benchmarks.atlas.links import repository
 from benchmarks.atlas.page import figures, table
 from benchmarks.atlas.records import RECORDS, Answer, Loss, Record, read_records
@@ -92,6 +94,15 @@ def test_the_findings_in_words_are_those_of_the_records():
         for told, found in ((leak, answer.leak), (leak, answer.removed_leak), (ratio, answer.ratio)):
             assert not told or float(told) == pytest.approx(found, rel=0.005)
         assert not cosine or float(cosine) == pytest.approx(answer.cosine, abs=0.005)
+
+
+def test_a_package_that_cannot_be_imported_is_told_and_others_go_on(tmp_path, monkeypatch):
+    (tmp_path / "broken_program.py").write_text('raise ImportError("no such operator")')
+    monkeypatch.syspath_prepend(tmp_path)
+    row = row_of("torch", "broken_program")
+    assert math.isnan(row.ratio)
+    assert row.what.endswith(": not audited")
+    assert row.note == "ImportError: no such operator"
 
 
 # --- the removal ---

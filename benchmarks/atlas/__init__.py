@@ -8,6 +8,7 @@ Each program in `programs/` builds the losses of one package; `records/` holds t
 
 from __future__ import annotations
 
+import math
 import pkgutil
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from benchmarks._options import options
 from benchmarks.atlas import programs
 from benchmarks.atlas.comparison import compared_losses
 from benchmarks.atlas.links import repository
+from benchmarks.atlas.processes import Failure
 from benchmarks.atlas.records import Record
 
 ON_REQUEST = True
@@ -31,7 +33,15 @@ def rows() -> Iterator[Row]:
     for info in pkgutil.iter_modules(programs.__path__, f"{programs.__name__}."):
         package = info.name.rpartition(".")[2].replace("_", "-")
         if chosen in (None, package):
-            yield _row(_surveyed(package, info.name))
+            yield row_of(package, info.name)
+
+
+def row_of(package: str, module: str) -> Row:
+    """Write the record of a package, and return its row; an earlier record stays if the package fails."""
+    try:
+        return _row(_surveyed(package, module))
+    except Failure as failure:
+        return Row(f"{package} {version(package)}: not audited", math.nan, "0", str(failure))
 
 
 def _surveyed(package: str, module: str) -> Record:

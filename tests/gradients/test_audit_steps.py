@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from toolkit import stop_gradient, stop_recording
 from toolkit.gradients import audit, audited, field_jacobian
 from toolkit.gradients.audit import variables
+from toolkit.gradients.audit.page import page
 from toolkit.gradients.audit.steps import Recorder, Unrecordable
 
 # Under a dispatch mode torch itself crashes on some of the programs.
@@ -670,10 +671,52 @@ def test_the_scale_of_a_loss_is_said():
         loss = (w * w.detach()).sum()
         scaler.scale(loss).backward(retain_graph=True)
         loss.mul(8.0).backward()
-    assert [answer.remarks for answer in step.audits] == [
+    assert [[remark for remark in answer.remarks if "GradScaler" in remark] for answer in step.audits] == [
         ["a GradScaler has multiplied the loss, gradients and leaks by 8"],
         [],
     ]
+
+
+def test_stops_outside_of_the_graph_are_counted_and_listed():
+    """The ratio of PPO that is only logged, and a key that reaches the next loss by its values."""
+    w, memory = torch.tensor([1.0, 2.0], requires_grad=True), list[float]()
+    with audited({"w": w}) as step:
+        kept = (w * w.detach()).sum()
+        with torch.no_grad():
+            memory.append((w * w).sum().item())
+        logged = w.exp().detach().mean()
+        (kept * memory[0]).backward()
+    (answer,) = step.audits
+    assert [effect.verdict.kind for effect in answer.effects] == ["partial"]
+    assert [answer.kinds[place] for place in answer.off_graph] == ["no_grad", "detach()"]
+    assert answer.summary() == "3 stops: 1 load-bearing (1 partial), 2 outside of the graph"
+    listed = f"no_grad at {answer.off_graph[0]}, detach() at {answer.off_graph[1]}"
+    assert f"ran outside of the graph of this loss: {listed}" in answer.text().splitlines()
+    assert answer.to_dict()["off_graph"] == answer.off_graph
+    drawn = page(answer, "step", "command")
+    assert drawn.count("It ran outside of the graph of this loss, whose gradient is the same without it.") == 2
+    assert logged > 0
+
+
+def test_a_stop_of_another_loss_of_the_step_is_outside_of_the_graph():
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    with audited({"w": w}) as step:
+        (w * w.detach()).sum().backward()
+        w.square().sum().backward()
+    first, second = step.audits
+    assert (first.off_graph, second.off_graph) == ([], [first.effects[0].name])
+    assert second.effects == []
+
+
+def test_a_later_backward_pass_says_that_it_is_answered_alone():
+    """Opened in the first pass, the stop would change the weight that the second one reads."""
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    with audited({"w": w}) as step:
+        for _ in range(2):
+            (w * w.detach()).sum().backward()
+            w.data -= 0.1 * w.grad
+    alone = "answered for this backward pass alone: in the earlier ones of the step every stop stays in place"
+    assert [alone in answer.text().splitlines() for answer in step.audits] == [False, True]
 
 
 def test_a_leak_below_the_rounding_of_bfloat16_is_that_of_single_precision():

@@ -71,6 +71,8 @@ class Audit:
             open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen. In a
             script, these are parameters that an optimiser holds beside those that the step trains.
         sets: Effects of places that act only together, as `Comparison.sets`.
+        off_graph: Places in a recorded step that stopped a gradient outside of the graph of this loss, for example
+            around a value that is only logged. Opening one leaves the gradient as it is.
         is_recorded: Whether the answer was taken from a step while it ran, and not from a program that runs again.
         one_mode: Places that only stop reverse mode while a forward-mode derivative passes: `torch.no_grad`.
         reruns: Places that were opened in a run of their own, because the recorded step could not open them.
@@ -90,6 +92,7 @@ class Audit:
     one_mode: list[str]
     unreached: dict[str, str]
     sets: list[BlockEffect]
+    off_graph: list[str]
     reruns: list[str]
 
     def __init__(
@@ -102,6 +105,7 @@ class Audit:
         remarks: Iterable[str] = (),
         closed: Mapping[str, str] = MappingProxyType({}),
         unreached: Mapping[str, str] = MappingProxyType({}),
+        off_graph: Iterable[str] = (),
     ) -> None:
         """Report a comparison of places.
 
@@ -113,6 +117,7 @@ class Audit:
             remarks: Remarks for the reader beside those of the comparison.
             closed: Place -> the reason why it was left closed, beside those that `bare` knows.
             unreached: See `Audit`.
+            off_graph: See `Audit`.
         """
         self._comparison, self._graph, self.is_recorded = comparison, graph, is_recorded
         self.reason, self.valid = comparison.reason, not comparison.reason
@@ -129,6 +134,7 @@ class Audit:
         self.one_mode = list(bare.one_mode)
         self.sets, self.reruns = comparison.sets, []
         self.unreached = dict(unreached)
+        self.off_graph = [place for place in off_graph if place not in reasons]
         self.sites = {name: meeting.site for name, meeting in comparison.meetings.items()} | bare.sites
 
     def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
@@ -192,6 +198,7 @@ class Audit:
             "kinds": self.kinds,
             "unopened": [vars(entry) for entry in self.unopened],
             "remarks": self.remarks,
+            "off_graph": self.off_graph,
             "escapes": [vars(entry) for entry in self.escapes],
             "one_mode": self.one_mode,
             "reruns": self.reruns,
@@ -231,8 +238,9 @@ class Audit:
         if bearing:
             counted[0] += f" ({', '.join(f'{n} {label}' for label, n in bearing.items())})"
         closed = len({entry.site for entry in self.unopened} - {effect.name for effect in self.effects})
-        n_places = len(self.effects) + closed
+        n_places = len(self.effects) + closed + len(self.off_graph)
         counted += [f"{closed} not opened"] if closed else []
+        counted += [f"{len(self.off_graph)} outside of the graph"] if self.off_graph else []
         return f"{n_places} {'stop' if n_places == 1 else 'stops'}{': ' if counted else ''}{', '.join(counted)}"
 
     def _repr_html_(self) -> str:
@@ -257,6 +265,9 @@ class Audit:
     def notes(self) -> list[str]:
         """Return a line for each place that could not be opened, and for each effect without a place."""
         notes = self.remarks + [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
+        if self.off_graph:
+            listed = ", ".join(f"{self.kinds[place]} at {place}" for place in self.off_graph)
+            notes.append(f"ran outside of the graph of this loss: {listed}")
         notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
         return [*notes, *by_module(self.unreached, self.blocked)] + [
             f"stops reverse mode alone: {self.kinds[site]} at {site}: a forward-mode derivative passes"

@@ -18,6 +18,8 @@ __all__ = ["page"]
 
 _LINES_AROUND = 3
 
+_OFF_GRAPH = "it ran outside of the graph of this loss, whose gradient is the same without it"
+
 # From this number of parameters on, their table is folded.
 _MOST_ROWS_SHOWN = 4
 
@@ -34,7 +36,8 @@ def page(found: Audit, title: str, command: str) -> str:
     effects += "".join(_set(found, effect) for effect in found.sets)
     unopened = [(entry.kind, entry.site, entry.reason) for entry in found.unopened]
     escapes = [(entry.kind, entry.site, "the value leaves the graph") for entry in found.escapes]
-    others = "".join(_other(found, *entry) for entry in [*unopened, *escapes])
+    off_graph = [(found.kinds[place], place, _OFF_GRAPH) for place in found.off_graph]
+    others = "".join(_other(found, *entry) for entry in [*unopened, *off_graph, *escapes])
     return _PAGE.format(
         style=_STYLE,
         title=_text(title),

@@ -107,6 +107,7 @@ class AnswerSchema(_Schema):
         interaction: The part of the joint effect that single effects do not explain, relative to the gradient.
         kinds: Place -> the call that stops the gradient.
         remarks: Remarks for the reader.
+        off_graph: The stops of a recorded step that are not in the graph of this loss.
         escapes: Places where a value leaves the graph for good.
         one_mode: Places that stop reverse mode alone.
         reruns: Places that were opened in a run of their own.
@@ -124,6 +125,7 @@ class AnswerSchema(_Schema):
     interaction: float | None
     kinds: dict[str, str]
     remarks: list[str]
+    off_graph: list[str]
     escapes: list[PlaceSchema]
     one_mode: list[str]
     reruns: list[str]

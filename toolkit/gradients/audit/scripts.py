@@ -374,7 +374,9 @@ class RecordedRun(ScriptRun):
                 if self._recorder.reaches_beyond(value) and self.lessons.earlier < _MOST_STEPS_EARLIER:
                     self._start_earlier()
                 with self._heard():
-                    answer = self.audits[self.backward_passes] = self._recorder.answer(value, inputs, None)
+                    n_before = self.backward_passes - 1
+                    answer = self._recorder.answer(value, inputs, None, n_before=n_before)
+                    self.audits[self.backward_passes] = answer
                     self.keys[self.backward_passes] = {key_of(*entry): entry[0] for entry in answer._parameters.items()}
             elif value.grad_fn is not None:
                 with self._heard():

@@ -66,6 +66,7 @@ _SHARED = "an earlier backward pass has used its values, too"
 _OVERWRITTEN = "a tensor is changed in place that a derivative of the region needs"
 _EAGER = "compiled functions ran in eager mode"
 _OVER = "the step is over, or its graph is freed; ask inside of `audited`, after `backward(retain_graph=True)`"
+_ALONE = "answered for this backward pass alone: in the earlier ones of the step every stop stays in place"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
 
 
@@ -101,13 +102,16 @@ class Recorder:
         finally:
             self._forget()
 
-    def answer(self, value: Tensor, inputs: Collection[Tensor] | None, params: Parameters) -> Audit:
+    def answer(
+        self, value: Tensor, inputs: Collection[Tensor] | None, params: Parameters, *, n_before: int = 0
+    ) -> Audit:
         """Return the answer for a backward pass from `value` that is about to begin.
 
         Args:
             value: The loss.
             inputs: The tensors that the backward pass differentiates by; None for every leaf.
             params: As for `audit`.
+            n_before: The number of backward passes of the step before this one.
 
         Raises:
             Unrecordable: If the recorded gradient may differ from that of the plain step.
@@ -127,12 +131,14 @@ class Recorder:
             is_recorded=True,
             graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
             remarks=[
+                *[_ALONE] * bool(n_before),
                 *[_BEYOND] * self.reaches_beyond(value),
                 *[_EAGER] * bool(self._compiled),
                 *_scaling_of(value, alive),
             ],
             closed=self._closed(answers, comparison),
             unreached=dict.fromkeys(sorted(answers.unreached), ""),
+            off_graph=answers.off_graph(self.bare.partly),
         )
 
     def _answers_for(
@@ -317,10 +323,23 @@ class StepAnswers(Answers):
 
     def names(self, partly: Collection[str]) -> list[str]:
         """Return the blocks in the graph of the loss, and those that stop nothing; of `partly` this is not known."""
-        met = self.board.inner.union(*(gate_of(node) | regions_of(node) for node in self.nodes))
-        unseen = self.board.written.union(partly, self._bare.real)
+        unseen = self._unseen(partly)
         meetings = self.board.meetings.items()
-        return [name for name, meeting in meetings if name in met or not (meeting.carried or name in unseen)]
+        return [name for name, meeting in meetings if name in self._met or not (meeting.carried or name in unseen)]
+
+    def off_graph(self, partly: Collection[str]) -> list[str]:
+        """Return the blocks that stopped a gradient, and are not in the graph of the loss; `partly` as for `names`."""
+        known = self._unseen(partly) | self._met
+        return [name for name, meeting in self.board.meetings.items() if meeting.carried and name not in known]
+
+    def _unseen(self, partly: Collection[str]) -> set[str]:
+        """Return the blocks of which it is not known whether they are in the graph."""
+        return self.board.written.union(partly, self._bare.real)
+
+    @cached_property
+    def _met(self) -> set[str]:
+        """The blocks in the graph of the loss, or behind a derivative inside of the step."""
+        return self.board.inner.union(*(gate_of(node) | regions_of(node) for node in self.nodes))
 
     @property
     def gated(self) -> Tensor:
@@ -550,7 +569,7 @@ def audited(params: Parameters = None) -> Iterator[AuditedStep]:
     def begin(value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
         with recorder.board.of_the_program():
             if value.grad_fn is not None:
-                step.audits.append(recorder.answer(value, inputs, params))
+                step.audits.append(recorder.answer(value, inputs, params, n_before=len(step.audits)))
             yield
             recorder.part(value)
 
