@@ -63,9 +63,9 @@ def adapt(
         Name -> adapted parameter.
 
     Raises:
-        ValueError: If `steps` is not an integer from 0, a step size is a number that is not positive and finite or a
-            tensor that would change the shape of a parameter, if a parameter has none, or `loss` does not return a
-            scalar.
+        ValueError: If `steps` is not an integer from 0, or `loss` does not return a scalar. If a step size is a number
+            that is not positive and finite, or a tensor that would change the shape of a parameter. If a parameter has
+            no step size.
 
     References:
         Finn, Abbeel and Levine, "Model-agnostic meta-learning for fast adaptation of deep networks", 2017, section 5.2

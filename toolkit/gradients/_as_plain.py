@@ -1,7 +1,7 @@
 """Functions of torch that compute to other bits where they record a graph: here to those of the plain program.
 
 In the plain program stopped values require no gradient, and a region records nothing. There singular values come
-without vectors, a recurrent layer keeps nothing for a backward pass, and a product of a stack of matrices with one
+without vectors, and a recurrent layer keeps nothing for a backward pass. A product of a stack of matrices with one
 matrix stays a stack of products instead of one product of a long matrix (`should_fold` in ATen's LinearAlgebra.cpp).
 """
 

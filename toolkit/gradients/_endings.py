@@ -72,7 +72,7 @@ def _is_discrete(tensor: Tensor) -> bool:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """Return what a function or an attribute of tensors is called in code."""
+    """Return the name in code of a function or an attribute of tensors."""
     name = resolve_name(func) or getattr(func, "__name__", "")
     attribute = name.removesuffix(".__get__").removesuffix(".__set__")
     return f".{attribute.rpartition('.')[2]}" if attribute != name else f"{name.rpartition('.')[2]}()"

@@ -54,7 +54,7 @@ class Taken:
 
 
 def put_back(state: Iterable[Taken]) -> None:
-    """Put back what is no more as it was, also when something else raises."""
+    """Put back all changed state, also if putting back one part raises."""
     with ExitStack() as stack:
         for taken in state:
             if not taken.is_held():

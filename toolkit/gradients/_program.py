@@ -467,7 +467,7 @@ def _with_name(entry: Any) -> tuple[str | None, Any]:
 
 
 def _remove_gates(parts: Parts) -> None:
-    """Make constants of what an earlier comparison has left with gates, in places that it did not know of."""
+    """Make constants of tensors that an earlier comparison has left with gates, in places that it did not know of."""
     for tensor in parts.tensors.values():
         nodes = () if tensor.grad_fn is None or tensor._is_view() else reachable_nodes(tensor.grad_fn, EVERY_BLOCK)
         if any(map(gate_of, nodes)):

@@ -159,7 +159,7 @@ class Kept:
         return cls(leaf, name, memory, None if is_data else memory.clone(), leaf._version)
 
     def again(self) -> Kept:
-        """Return what it is now."""
+        """Return the same leaf as it is now."""
         return self.now(self.leaf, self.name, self.values is None)
 
     def is_touched(self) -> bool:

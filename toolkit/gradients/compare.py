@@ -459,9 +459,9 @@ def compare(
 
     Raises:
         TypeError: If `loss` does not return a tensor, or `params` holds other objects.
-        ValueError: If the loss is not a real scalar, is NaN or has no gradient, if there is no parameter to
-            differentiate by or the loss depends on none, if the program does not reach a block in `blocks`, or for
-            modules that are not initialised yet or sharded by FSDP2.
+        ValueError: If the loss is not a real scalar, is NaN or has no gradient. If there is no parameter to
+            differentiate by, or the loss depends on none. If the program does not reach a block in `blocks`. If a
+            module is not initialised yet, or sharded by FSDP2.
         RuntimeError: If two runs of the program differ, if it checkpoints with ``use_reentrant=True``, or if a backward
             pass adds to ``.grad`` past the graph.
 

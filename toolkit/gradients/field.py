@@ -357,8 +357,8 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
 
     Raises:
         TypeError: If `loss` does not return a tensor, or `params` holds other objects.
-        ValueError: If the loss is not a real scalar, is NaN or has no gradient, if there is no real parameter to
-            differentiate by, if the program switches the recording on inside of a region, or if torch cannot
+        ValueError: If the loss is not a real scalar, is NaN or has no gradient. If there is no real parameter to
+            differentiate by. If the program switches the recording on inside of a region. If torch cannot
             differentiate twice through it: hooks, weight normalization, once_differentiable.
         RuntimeError: If the program fails while its blocks are recorded.
 

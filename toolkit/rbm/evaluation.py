@@ -103,9 +103,9 @@ def pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
         (N,).
 
     Raises:
-        ValueError: If the visible units are Gaussian (their conditional density has no closed form once the hidden
-            units are summed out), `visible` has no rows, other columns or other numbers than zeros and ones, or a
-            parameter is not finite.
+        ValueError: If `visible` has no rows, other columns or other numbers than zeros and ones, or a parameter is not
+            finite. If the visible units are Gaussian: their conditional density has no closed form once the hidden
+            units are summed out.
         TypeError: If `visible` does not have the type of the parameters.
 
     References:

@@ -1,4 +1,4 @@
-"""What records say: which variant ends better, and whether the claims of a config hold. Imports no torch."""
+"""Findings of records: which variant ends better, and whether the claims of a config hold. Imports no torch."""
 
 from __future__ import annotations
 

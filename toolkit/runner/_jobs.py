@@ -116,7 +116,7 @@ class _Run:
             self.errors.append(f"{unit.path}: seed {unit.seed}: its process was killed {_TRIES} times")
 
     def show(self, message: Message) -> None:
-        """Show what a unit says."""
+        """Show a message of a unit."""
         kind, unit, value = message
         if kind != "begin" or unit in self._claims:  # messages of other processes may come late
             getattr(self._progress, kind)(str(unit), value)
@@ -165,7 +165,7 @@ class _Run:
         return False
 
     def _ended(self, running: Mapping[Future[Answer], Unit], crew: Workers) -> set[Future[Answer]]:
-        """Wait a moment, show what the units say, and return those that have ended."""
+        """Wait a moment, show the messages of the units, and return the units that have ended."""
         ended, _ = wait(running, timeout=_SHOWN_EVERY, return_when=FIRST_COMPLETED)
         for message in crew.messages():
             self.show(message)

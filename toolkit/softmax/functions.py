@@ -11,9 +11,9 @@ blocks only one of its two uses, does leak; `experiments/softmax.py` trains such
 Gradients keep every component. Where one probability is close to 1, the formula :math:`y_i (g_i - \sum_j y_j g_j)`
 cancels: on ``[40, 0]`` it loses the larger component completely. Here the cotangent is centred first, the remainder
 :math:`1 - y` of such a probability is summed separately, and a label's :math:`y - 1` is computed from the loss. Each
-component has an error of some tens of roundoffs of its own condition, and of one more roundoff for each nat between the
-smallest logit and the largest, whose difference is rounded before it is exponentiated (up to 700 roundoffs, where a
-probability is 1e-304):
+component has an error of some tens of roundoffs of its own condition. Each nat between the smallest logit and the
+largest adds one roundoff, because their difference is rounded before it is exponentiated: up to 700 roundoffs, where a
+probability is 1e-304. The conditions:
 
 =============  =======================================================
 softmax        :math:`y_i \sum_j y_j |g_i - g_j|`

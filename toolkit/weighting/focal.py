@@ -5,8 +5,8 @@ paper differentiates that weight too. Programs that hold it constant minimise an
 
 .. math:: \int_p^1 \frac{(1 - q)^\gamma}{q} dq = -\log p - \sum_{j=1}^{\gamma} \frac{(1 - p)^j}{j}
 
-(the sum for integer :math:`\gamma`), which is the cross entropy without the first :math:`\gamma` terms of its
-expansion in :math:`1 - p`. Its slope in the logit of the label is :math:`-(1 - p)^{\gamma + 1}`, the paper's
+(the sum for integer :math:`\gamma`). This is the cross entropy without the first :math:`\gamma` terms of its expansion
+in :math:`1 - p`. Its slope in the logit of the label is :math:`-(1 - p)^{\gamma + 1}`, the paper's
 :math:`-(1 - p)^\gamma (1 - p - \gamma p \log p)`: it is always smaller.
 
 N samples, C classes; ``*`` any shape. Half precision is computed in float32 and rounded once.

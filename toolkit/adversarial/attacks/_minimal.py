@@ -151,8 +151,8 @@ class Search:
     def bring_closer(self, nearest: Nearest, classes: Tensor | None = None) -> Nearest:
         """Return the record after the last stretch: to the boundary, and along it.
 
-        The way from the clean input to the example is shortened until it just crosses the boundary, and the clean input
-        is projected onto the boundary as linearised there, which for a linear model is the exact optimum. The first
+        The way from the clean input to the example is shortened until it just crosses the boundary. Then the clean
+        input is projected onto the boundary as linearised there: for a linear model the exact optimum. The first
         projection is onto the nearest of the boundaries to all `classes`, (N, K), if given, because a descent may have
         gone to another; the next two are onto the crossed one. A point is taken only if it is adversarial and nearer.
         """

@@ -45,10 +45,10 @@ def apgd(
 
         ``x_{t+1} = project(x_t + 3/4 (u - x_t) + 1/4 (x_t - x_{t-1}))``.
 
-    At checkpoints, which become more frequent, a sample halves its length and goes back to its best point if fewer
-    than three quarters of its steps since the last checkpoint raised the loss, or if the length stayed at the last
-    checkpoint and the best loss has not risen since. No step size is left to tune. Every sample has a length and a best
-    point of its own.
+    At checkpoints, which become more frequent, a sample halves its length and goes back to its best point in two cases.
+    Fewer than three quarters of its steps since the last checkpoint raised the loss; or the length stayed at the last
+    checkpoint, and the best loss has not risen since. No step size is left to tune. Every sample has a length and a
+    best point of its own.
 
     The default loss is the log odds against the label rather than the cross entropy. As a rising function of the cross
     entropy it has the same best points and the same steps, but its gradient does not vanish where the softmax rounds

@@ -1,9 +1,9 @@
 """An ensemble of attacks, each on the rows that all before it left standing: how robustness is measured.
 
-The attacks fail for different reasons. A gradient can be wrong over the length of a step (`linearised` and
-`multi_target` stand against each other), the steps can get stuck (`apgd` chooses their length, with two losses), the
-shortest way can be longer than the steepest (`fab`), the model can be flat around the input (`random_directions`), and
-the gradient can be masked altogether (`square` takes none).
+Attacks fail for different reasons, and each of these answers one. The gradient is wrong over the length of a step:
+`linearised` and `multi_target`. The steps get stuck: `apgd`, which chooses their length, with two losses. The steepest
+way is not the shortest: `fab`. The model is flat around the input: `random_directions`. The gradient is masked
+altogether: `square`, which takes none.
 The share that no attack breaks is an upper bound of the robust accuracy; `verify_relu` and `certify_linear` are exact.
 
 N samples, each of shape (...), C classes.

@@ -158,9 +158,9 @@ def pgd(
     Raises:
         TypeError: If `x` is not floating point, labels, targets are not integers or `mask` is not Boolean; if a
             `gradient_dtype` is given and `model` is not a `torch.nn.Module`.
-        ValueError: If `norm` is unknown, `steps` or `restarts` is not positive, `epsilon` or `step_size` is negative,
-            not finite or of another shape, `x` lies outside of `bounds`, there is not one label per sample, `loss` does
-            not return one value per sample, or there are `restarts` without a `random_start`.
+        ValueError: If `norm` is unknown, `steps` or `restarts` is not positive, or there are `restarts` without a
+            `random_start`. If `epsilon` or `step_size` is negative, not finite or of another shape. If `x` lies outside
+            of `bounds`, there is not one label per sample, or `loss` does not return one value per sample.
 
     References:
         Madry, Makelov, Schmidt, Tsipras and Vladu, "Towards deep learning models resistant to adversarial attacks",

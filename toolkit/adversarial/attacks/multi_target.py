@@ -49,7 +49,7 @@ def multi_target(
     last ones settle. A margin is linear in the logits, so multiplying the logits by a number changes nothing, and its
     gradient does not vanish where the softmax rounds to 1.
 
-    Further ascents begin at `x` and at a point of the ball in turn, and each of their steps moves a random half of the
+    Further ascents begin at `x` and at a point of the ball in turn. Each of their steps moves a random half of the
     coordinates, because coordinates that all move at once undo each other's gains. On small ReLU networks, whose errors
     are known from mixed-integer programs, such ascents find the rarest errors several times as often as plain ascents
     from random points.

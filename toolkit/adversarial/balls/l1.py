@@ -74,9 +74,9 @@ class L1Ball(RoundRegion):
         r"""Return the nearest point of the ball and the box together, up to rounding.
 
         With ``v = example - x`` and ``u_i`` the room in the direction of ``v_i`` it has the displacements
-        :math:`\operatorname{sign}(v_i) \min(\max(|v_i| - \lambda, 0), u_i)`, where :math:`\lambda` is 0 if these lie
-        in the ball, and else such that they add up to epsilon (the conditions of Karush, Kuhn and Tucker). Their sum
-        falls with lambda in straight lines between 2 D bends, so lambda is found by sorting them.
+        :math:`\operatorname{sign}(v_i) \min(\max(|v_i| - \lambda, 0), u_i)`. If these lie in the ball,
+        :math:`\lambda` is 0, else they add up to epsilon (the conditions of Karush, Kuhn and Tucker). Their sum falls
+        with lambda in straight lines between 2 D bends, so lambda is found by sorting them.
         """
         offset = example.to(self.down.dtype) - self.x.to(self.down.dtype)
         signs = offset.sign()

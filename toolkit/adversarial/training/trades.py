@@ -41,8 +41,8 @@ def trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6.0, a
     """Return the surrogate of TRADES: ``mean(-log p_y(x) + beta * KL(p(x) || p(x')))``.
 
     It stands for ``E[-log p_y(x) + beta * max_{x' in ball(x)} KL(p(x) || p(x'))]``. With the block `EXAMPLE` in place
-    its gradient is the gradient of the written mean at the example found, in which the clean distribution p(x) moves as
-    well, as in the code of the paper's authors. See `held_trades_loss` for the other choice.
+    its gradient is the gradient of the written mean at the example found. The clean distribution p(x) moves as well, as
+    in the code of the paper's authors. See `held_trades_loss` for the other choice.
 
     Clean inputs and examples share one forward pass. In training mode batch normalisation sees them as one batch and
     updates its running statistics once.

@@ -58,7 +58,7 @@ class Stop:
 
     @property
     def identity(self) -> tuple[str, str, str, int]:
-        """What makes two stops the same: file, function, source text and backward pass."""
+        """File, function, source text and backward pass: two stops that share these are the same."""
         return self.file, self.function, self.source, self.backward
 
     @property

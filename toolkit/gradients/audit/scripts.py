@@ -516,9 +516,9 @@ def _root_of_grad(
 
 
 def key_of(name: str, parameter: Tensor) -> str:
-    """Return what is the same in another run of a script: the name, or the value of a parameter whose name is a number.
+    """Return the key of a parameter, the same in each run of a script: its name, or its value if it has no name.
 
-    A number is the place among the parameters of one graph.
+    The number of a parameter without a name is its place in one graph alone.
     """
     return f"{_NAMELESS}{tuple(parameter.shape)}, {_hashed(parameter)}" if " #" in name else name
 

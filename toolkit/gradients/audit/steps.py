@@ -1,7 +1,7 @@
 """Audits of training steps as they run, without a second forward pass.
 
-While a step is recorded, every place that stops a gradient becomes a cut (see `_cuts`), so that the step's own backward
-passes compute what they always compute. In front of a backward pass the answer is taken from the step's own graph.
+While a step is recorded, every place that stops a gradient becomes a cut (see `_cuts`). The gradients of the step's own
+backward passes stay the same. In front of a backward pass the answer is taken from the step's own graph.
 """
 
 from __future__ import annotations

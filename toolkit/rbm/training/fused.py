@@ -70,9 +70,9 @@ class FusedTrainer:
             more, and all get the same update, the update of the joined rows. None: this process alone.
 
     Raises:
-        ValueError: If `batch_size` or `steps` is not positive, `chains` or `reference` has the wrong shape or has
-            values that its units cannot have, a rate is out of its range, inverse temperatures do not increase to 1, or
-            options exclude each other.
+        ValueError: If `batch_size` or `steps` is not positive, a rate is out of its range, inverse temperatures do not
+            increase to 1, or options exclude each other. If `chains` or `reference` has the wrong shape, or has values
+            that its units cannot have.
 
     References:
         Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
