@@ -744,6 +744,39 @@ def test_modules_without_any_path_are_named_as_a_whole(pair):
     assert notes == ["no path to the loss: deep: all 6 parameters", "no path to the loss: some.0: weight, bias"]
 
 
+class _Unlearnable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return torch.zeros_like(cotangent)
+
+
+@pytest.mark.parametrize("quantised", [torch.round, _Unlearnable.apply], ids=["round", "function"])
+def test_a_gradient_of_zero_is_listed(quantised):
+    encoder, head, x = nn.Linear(4, 3), nn.Linear(3, 1), torch.randn(6, 4)
+    found = audit(lambda: head(quantised(encoder(x))).square().mean())
+    assert found.vanishing == ["encoder.weight", "encoder.bias"]
+    assert str(found).splitlines()[-2:] == [
+        "nothing that could be opened stops a gradient",
+        "a path to the loss, and a gradient of 0: encoder: weight, bias",
+    ]
+
+
+def test_parameters_that_the_loss_does_not_depend_on_are_listed_if_none_are_given():
+    encoder, head, idle, x = nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(2, 2), torch.randn(6, 4)
+
+    def loss():
+        return head((encoder(x) > 0).to(x)).square().mean() + len(idle._parameters)
+
+    found = audit(loss)
+    assert set(found.blocked) == {"head.weight", "head.bias"}
+    assert set(found.unreached) == {"encoder.weight", "encoder.bias"}
+    assert found.notes()[0].startswith("no path to the loss: encoder: weight, bias: it ends in gt() at ")
+
+
 def test_a_parameter_that_only_a_stop_cuts_off_is_not_listed(pair):
     found = audit(lambda: (pair.a(pair.x) * pair.b(pair.x).detach()).sum(), nn.ModuleDict({"a": pair.a, "b": pair.b}))
     assert found.unreached == {}

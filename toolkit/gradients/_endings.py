@@ -23,11 +23,15 @@ class Endings(TorchFunctionMode):
     """Observes every call of a forward pass, and finds the operations at which paths from some parameters end.
 
     A stop that could be opened is no end: a tensor behind it is followed as if it had a gradient.
+
+    Attributes:
+        used: The parameters of which a tensor was computed.
     """
 
     def __init__(self, params: Mapping[str, Tensor], caller: Callable[[], Site | None]) -> None:
         """Follow these parameters; `caller` returns the place of a call in the user's code."""
         super().__init__()
+        self.used: set[str] = set()
         self._ends: dict[str, str] = {}
         self._stops: dict[str, str] = {}
         self._caller = caller
@@ -49,6 +53,7 @@ class Endings(TorchFunctionMode):
             names = frozenset().union(*(self._made_of[tensor] for tensor in given))
             is_told = bool(required) and torch.is_grad_enabled() and func not in _STOPS  # by autograd
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.used.update(names if made else ())
             alive = [leaf for leaf in made if leaf.requires_grad or not (is_told or _is_discrete(leaf))]
             for tensor in alive:
                 self._made_of[tensor] = self._made_of.get(tensor, frozenset()) | names
@@ -78,10 +83,10 @@ def _name(func: Callable[..., Any]) -> str:
     return f".{attribute.rpartition('.')[2]}" if attribute != name else f"{name.rpartition('.')[2]}()"
 
 
-def by_module(endings: Mapping[str, str], parameters: Iterable[str]) -> list[str]:
-    """Return a line for each module whose parameters have no path to the loss.
+def by_module(endings: Mapping[str, str], parameters: Iterable[str], found: str = "no path to the loss") -> list[str]:
+    """Return a line for each module whose parameters have no path to the loss, or of which something else is `found`.
 
-    A module is named instead of its parts if no parameter of it has a path, and all end in the same place.
+    A module is named instead of its parts if that holds for all parameters of it, and all end in the same place.
     """
     known = list(parameters)
     groups: dict[tuple[str, str], list[str]] = {}
@@ -92,7 +97,7 @@ def by_module(endings: Mapping[str, str], parameters: Iterable[str]) -> list[str
     for (module, ending), names in groups.items():
         inside = f"{module}: " if module else ""
         listed = ", ".join(names) if not any("." in name for name in names) else f"all {len(names)} parameters"
-        lines.append(f"no path to the loss: {inside}{listed}" + (f": it ends in {ending}" if ending else ""))
+        lines.append(f"{found}: {inside}{listed}" + (f": it ends in {ending}" if ending else ""))
     return lines
 
 

@@ -118,6 +118,12 @@ class Comparison:
         """Name -> parameter to differentiate by."""
         return dict(self._answers.params)
 
+    @property
+    def vanishing(self) -> list[str]:
+        """Parameters with a path to the loss, along which the gradient is 0 to the last bit."""
+        sizes = zip(self._answers.params, self._norms_when_blocked, strict=True)
+        return [name for name, size in sizes if size == 0 and name in self._answers.plain.reached]
+
     def __getitem__(self, block: Block | str) -> BlockEffect:
         name = block.name if isinstance(block, Block) else block
         for effect in self.effects:

@@ -69,7 +69,10 @@ class Audit:
         remarks: Further remarks for the reader.
         unreached: Parameter -> the end of its path, for parameters without a path to the loss even with every place
             open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen. In a
-            script, these are parameters that an optimiser holds beside those that the step trains.
+            script, parameters are those that an optimiser holds beside those that the step trains; without `params`,
+            those of modules with which the program computes.
+        vanishing: Parameters with a path to the loss, along which the gradient is 0 to the last bit: behind ``round``,
+            for example, or a function whose backward pass returns zeros.
         sets: Effects of places that act only together, as `Comparison.sets`.
         off_graph: Places in a recorded step that stopped a gradient outside of the graph of this loss, for example
             around a value that is only logged. Opening one leaves the gradient as it is.
@@ -91,6 +94,7 @@ class Audit:
     remarks: list[str]
     one_mode: list[str]
     unreached: dict[str, str]
+    vanishing: list[str]
     sets: list[BlockEffect]
     off_graph: list[str]
     reruns: list[str]
@@ -133,7 +137,7 @@ class Audit:
         self.escapes = list(bare.escapes)
         self.one_mode = list(bare.one_mode)
         self.sets, self.reruns = comparison.sets, []
-        self.unreached = dict(unreached)
+        self.unreached, self.vanishing = dict(unreached), comparison.vanishing
         self.off_graph = [place for place in off_graph if place not in reasons]
         self.sites = {name: meeting.site for name, meeting in comparison.meetings.items()} | bare.sites
 
@@ -203,6 +207,7 @@ class Audit:
             "one_mode": self.one_mode,
             "reruns": self.reruns,
             "unreached": self.unreached,
+            "vanishing": self.vanishing,
         }
 
     def plot(self) -> Figure:
@@ -223,7 +228,7 @@ class Audit:
         quiet = {effect.name for effect in self.effects if effect.verdict.kind == "no-op"} if not silent else set()
         shown = [row for row in rows if row[0] not in quiet]
         nothing = "nothing stops a gradient"
-        if self.unreached or self.unopened:
+        if self.unreached or self.vanishing or self.unopened:
             nothing = "nothing that could be opened stops a gradient"
         table = text_table([head, *shown]) if shown else nothing
         notes = [*self._comparison.misleading(), *self.notes()]
@@ -269,7 +274,9 @@ class Audit:
             listed = ", ".join(f"{self.kinds[place]} at {place}" for place in self.off_graph)
             notes.append(f"ran outside of the graph of this loss: {listed}")
         notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
-        return [*notes, *by_module(self.unreached, self.blocked)] + [
+        notes += by_module(self.unreached, self.blocked)
+        notes += by_module(dict.fromkeys(self.vanishing, ""), self.blocked, "a path to the loss, and a gradient of 0")
+        return notes + [
             f"stops reverse mode alone: {self.kinds[site]} at {site}: a forward-mode derivative passes"
             for site in self.one_mode
         ]

@@ -105,7 +105,10 @@ def _hidden_changes(answers: ProgramAnswers, comparison: Comparison, bare: BareB
 
 
 def _endings(answers: ProgramAnswers, comparison: Comparison, bare: BareBlocks) -> dict[str, str]:
-    """Return parameter -> the end of its path, for parameters without a path to the loss with every place open."""
+    """Return parameter -> the end of its path, for parameters without a path to the loss with every place open.
+
+    If none were given, these are parameters of the modules that the program reaches, as far as it computes with them.
+    """
     program, paths = answers.program, answers.plain.reached
     if len(paths) < len(answers.params) and comparison.meetings:
         opened = [effect.name for effect in comparison.effects]
@@ -114,12 +117,24 @@ def _endings(answers: ProgramAnswers, comparison: Comparison, bare: BareBlocks) 
         except Exception:  # one by one, then
             paths |= {name for effect in comparison.effects for name in effect.verdict.parameters}
     missing = {name: parameter for name, parameter in answers.params.items() if name not in paths}
-    if not missing:
+    beside = _beside(answers) if program.given is None else {}
+    if not (missing or beside):
         return {}
-    watch = Endings(missing, bare.user_site)
+    watch = Endings(missing | beside, bare.user_site)
     with program.aside(around=False), watch:
         program.run()
-    return {name: watch.of(name) for name in missing}
+    return {name: watch.of(name) for name in missing | beside if name in missing or name in watch.used}
+
+
+def _beside(answers: ProgramAnswers) -> dict[str, Tensor]:
+    """Return the parameters of modules that the program reaches, and on which the loss does not depend."""
+    known = {id(parameter) for parameter in answers.params.values()}
+    return {
+        name: parameter
+        for prefix, module in answers.program.parts.modules.items()
+        for name, parameter in module.named_parameters(prefix)
+        if parameter.requires_grad and id(parameter) not in known
+    }
 
 
 class _Reads(TorchFunctionMode):

@@ -112,6 +112,7 @@ class AnswerSchema(_Schema):
         one_mode: Places that stop reverse mode alone.
         reruns: Places that were opened in a run of their own.
         unreached: Parameter without a path to the loss -> the end of its path, if known.
+        vanishing: Parameters with a path to the loss and a gradient of 0.
     """
 
     backward: str | None = None
@@ -130,3 +131,4 @@ class AnswerSchema(_Schema):
     one_mode: list[str]
     reruns: list[str]
     unreached: dict[str, str]
+    vanishing: list[str]
