@@ -11,8 +11,8 @@ import pytest
 import torch
 from folders import ROOT
 
-from benchmarks.atlas import row_of
-from benchmarks.atlas.links import repository
+from benchmarks.atlas import links, row_of
+from benchmarks.atlas.links import link, repository
 from benchmarks.atlas.page import figures, table
 from benchmarks.atlas.records import RECORDS, Answer, Loss, Record, read_records
 from benchmarks.atlas.removal import NotRemovable, Stop, without
@@ -65,6 +65,34 @@ def test_a_package_links_to_the_repository_that_it_names():
     named = Record("package", "1.0", "2.13.0", [Loss("loss", "It failed.")], "https://github.com/a/b")
     assert '<td><a href="https://github.com/a/b">package 1.0</a></td>' in table([named])
     assert "<td>package 1.0</td>" in table([dataclasses.replace(named, repository="")])
+
+
+def test_a_place_links_to_its_line_at_the_tag_of_the_version(monkeypatch):
+    released = torch.__version__.partition("+")[0]
+    assert link("torch/distributions/normal.py:79:5") == (
+        f"https://github.com/pytorch/pytorch/blob/v{released}/torch/distributions/normal.py#L79"
+    )
+    assert link("numpy/core.py:1:1") == ""
+    monkeypatch.setitem(links._TAGS, "torch", "{}/src")
+    assert link("torch/a.py:3:5") == f"https://github.com/pytorch/pytorch/blob/{released}/src/torch/a.py#L3"
+
+
+def test_linked_lines_are_those_of_the_places():
+    for record in read_records():
+        for _, answer in record.answers():
+            for place, address in zip(answer.places, answer.links, strict=True):
+                path, line, _ = place.rsplit(":", 2)
+                assert not address or address.endswith(f"/{path}#L{line}")
+
+
+def test_the_page_names_the_packages_without_links():
+    linked = Answer(["a.py:1:2"], ["detach()"], ["x.detach()"], ["https://host/a.py#L1"], "partial", "partial", 1, 1, 1)
+    bare = dataclasses.replace(linked, links=[""])
+    records = [
+        Record(name, "1.0", "2.13.0", [Loss("loss", "", 2.0, [it])]) for name, it in (("a", linked), ("b", bare))
+    ]
+    assert figures(records).endswith("1 stops link to their line; the tag of the version is not known for b.")
+    assert figures(records[:1]).endswith("1 stops link to their line.")
 
 
 def test_the_page_counts_what_the_records_hold():

@@ -29,14 +29,20 @@ def figures(records: Iterable[Record]) -> str:
     losses = [loss for record in records for loss in record.losses]
     answers = [answer for loss in losses for answer in loss.answers]
     places = {
-        (record.package, place) for record in records for _, answer in record.answers() for place in answer.places
+        (record.package, place): link
+        for record in records
+        for _, answer in record.answers()
+        for place, link in zip(answer.places, answer.links, strict=True)
     }
+    unlinked = sorted({package for (package, _), link in places.items() if not link})
     compared = [answer for answer in answers if answer.agrees is not None]
     return (
         f"{len(losses)} losses of {len(records)} packages reach {len(places)} stops. "
         f"{len(compared)} of {len(answers)} answers could be compared with the removal, "
         f"and {sum(bool(answer.agrees) for answer in compared)} agree. "
-        f"Losses without an answer: {sum(bool(loss.failure) for loss in losses)}."
+        f"Losses without an answer: {sum(bool(loss.failure) for loss in losses)}. "
+        f"{sum(map(bool, places.values()))} stops link to their line"
+        + (f"; the tag of the version is not known for {', '.join(unlinked)}." if unlinked else ".")
     )
 
 
