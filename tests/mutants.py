@@ -117,6 +117,12 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("    sys.exit(code if is_valid and", "    sys.exit(0 if is_valid and", "test_audit_scripts"),
         ("    return os.getpid(), threading", "    return 0, threading", "test_audit_scripts"),
+        ("known = self._unseen(partly) | self._met", "known = self._unseen(partly)", "test_audit_steps"),
+        ("                *[_ALONE] * bool(n_before),\n", "", "test_audit_steps"),
+        ("        if not self.backward_passes:  # one opt", "        if False:  # one opt", "test_audit_scripts"),
+        ("        if self._steps_when_over:\n", "        if False:\n", "test_audit_scripts"),
+        ("= 2 * self.lessons.earlier + 1", "= self.lessons.earlier + 0", "test_audit_scripts"),
+        ("return not create_graph and all(isinstance", "return all(isinstance", "test_audit_scripts"),
     ],
     "lint": [
         ("if held.changed and held.has(leaf):", "if held.has(leaf):", "test_aliases"),
