@@ -75,7 +75,7 @@ class Audit:
             for example, or a function whose backward pass returns zeros.
         sets: Effects of places that act only together, as `Comparison.sets`.
         off_graph: Places in a recorded step that stopped a gradient outside of the graph of this loss, for example
-            around a value that is only logged. Opening one leaves the gradient as it is.
+            around a value that is only logged. No path of this loss crosses them.
         is_recorded: Whether the answer was taken from a step while it ran, and not from a program that runs again.
         one_mode: Places that only stop reverse mode while a forward-mode derivative passes: `torch.no_grad`.
         reruns: Places that were opened in a run of their own, because the recorded step could not open them.

@@ -18,7 +18,7 @@ __all__ = ["page"]
 
 _LINES_AROUND = 3
 
-_OFF_GRAPH = "it ran outside of the graph of this loss, whose gradient is the same without it"
+_OFF_GRAPH = "it ran outside of the graph of this loss, no path of which crosses it"
 
 # From this number of parameters on, their table is folded.
 _MOST_ROWS_SHOWN = 4
