@@ -35,10 +35,9 @@ class _TorchAlone:
     """
 
     def __init__(self) -> None:
-        import torch
+        from warm import objects_of_torch
 
-        kinds = (torch.Tensor, torch.nn.Module, torch.jit.ScriptFunction, torch.amp.GradScaler, torch.optim.Optimizer)
-        self._found = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
+        self._found = objects_of_torch()
 
     def get_freeze_count(self) -> int:
         return 0

@@ -33,6 +33,20 @@ def _both(*arguments, **options):
     return found
 
 
+OBJECTS = """
+import gc, torch
+held = torch.nn.Linear(1, 1), [torch.zeros(1)]
+found = [gc.get_freeze_count(), sum(kept is held[0] for kept in gc.get_objects())]
+if {freezes}:
+    gc.freeze()
+    found += [gc.get_freeze_count() > 0, sum(kept is held[0] for kept in gc.get_objects())]
+    gc.unfreeze()
+    found += [gc.get_freeze_count(), sum(kept is held[0] for kept in gc.get_objects())]
+    found += [any(kept is torch.__dict__ for kept in gc.get_objects())]
+print(found)
+"""
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "package").mkdir()
@@ -164,3 +178,19 @@ def test_a_signal_to_the_command_ends_the_copy(number):
     assert process.returncode == -number
     while Path(f"/proc/{pid}").exists():  # until its parent has noticed
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("freezes", [False, True], ids=["plain", "frozen"])
+def test_a_program_finds_its_own_objects(freezes):
+    assert _both("-c", OBJECTS.format(freezes=freezes)).returncode == 0
+
+
+def test_objects_of_libraries_are_left_out_except_for_those_of_torch():
+    program = (
+        "import gc, torch; found = gc.get_objects(); print(len(found), sum(isinstance(a, torch.Tensor) for a in found))"
+    )
+    (n_warm, torchs_warm), (n_cold, torchs_cold) = (
+        map(int, _run(python, "-c", program).stdout.split()) for python in (warm.python(), sys.executable)
+    )
+    assert n_warm < n_cold / 10
+    assert torchs_warm >= torchs_cold
