@@ -194,3 +194,29 @@ def test_objects_of_libraries_are_left_out_except_for_those_of_torch():
     )
     assert n_warm < n_cold / 10
     assert torchs_warm >= torchs_cold
+
+
+ENDS = {
+    "a file that is left open": "file = open('left.txt', 'w'); file.write('kept')",
+    "an object of the program": "class Last:\n    def __del__(self): print('gone')\nlast = Last()",
+    "an object in a cycle": "class Last:\n    def __del__(self): print('gone')\nlast = Last(); last.own = last",
+    "a function that is called at the end": "import atexit; atexit.register(print, 'end'); raise ValueError",
+    "a thread that goes on": "import threading, time\n"
+    "threading.Thread(target=lambda: (time.sleep(0.2), print('done'))).start()",
+    "a thread that does not hold the end up": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "a child": "import os\nif not os.fork():\n    raise SystemExit(5)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
+    "a large status": "import sys; sys.exit(300)",
+    "a negative status": "import sys; sys.exit(-1)",
+    "a truth value": "import sys; sys.exit(True)",
+    "words": "import sys; print('said', end=''); sys.exit(('a', 1))",
+    "output that is replaced": "import io, sys; sys.stdout = io.StringIO(); print('nobody')",
+    "output that is closed": "import sys; print('said'); sys.stdout.close()",
+}
+
+
+@pytest.mark.parametrize("program", ENDS.values(), ids=ENDS)
+def test_a_program_ends_as_after_a_plain_start(program, tmp_path):
+    _both("-c", program, cwd=tmp_path)
+    if "left.txt" in program:
+        assert (tmp_path / "left.txt").read_text() == "kept"

@@ -2,9 +2,9 @@
 
 `python()` returns a command to use in place of `sys.executable`. Its process has the arguments, folder, environment and
 files of any other, ends as any other, and dies with it. Three things differ: the libraries in `_LIBRARIES` are there
-already, of their objects `gc` knows those of torch alone, and all copies hash strings alike. Tests of imports, hashes
-and memory start `sys.executable`. An environment that a library could read while it is imported starts Python itself,
-as do options other than -B, -c, -m and -u.
+already and are not destroyed at the end, of their objects `gc` knows those of torch alone, and all copies hash strings
+alike. Tests of imports, hashes and memory start `sys.executable`. An environment that a library could read while it is
+imported starts Python itself, as do options other than -B, -c, -m and -u.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -237,9 +238,45 @@ def _freeze() -> None:
     gc.get_objects = lambda generation=None: [*hidden, *plain["get_objects"](generation)]
 
 
+def _status(code: object) -> int:
+    """Return the status of a program that raised SystemExit, and print its code where Python prints it."""
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _leave(ended: list[int], libraries: Collection[str]) -> None:
+    """Destroy the objects of a program that has ended, as Python does, and leave those of libraries to the system.
+
+    To destroy them takes longer than most programs run. Python itself ends a program with threads left, or whose output
+    nobody reads.
+    """
+    if not ended or threading.active_count() > 1:
+        return
+    with contextlib.suppress(Exception):
+        _flush()
+        for module in [sys.modules["__main__"], *(m for name, m in list(sys.modules.items()) if name not in libraries)]:
+            names = getattr(module, "__dict__", {})
+            for name in [name for name in names if name != "__builtins__"]:
+                names[name] = None
+        gc.collect()
+        _flush()
+        os._exit(ended[0])
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
 def _main(listener: socket.socket, executable: str) -> None:
+    ended, libraries = list[int](), set[str]()
+    atexit.register(_leave, ended, libraries)  # called last
     for name in _LIBRARIES:
         importlib.import_module(name)
+    libraries.update(sys.modules)
     del sys.path[0]  # of this file
     _freeze()
     client = _serve(listener)
@@ -259,9 +296,13 @@ def _main(listener: socket.socket, executable: str) -> None:
     sys.executable, sys.orig_argv = executable, [executable, *arguments]
     try:
         _run(arguments)
+        ended.append(0)
+    except SystemExit as end:
+        ended.append(_status(end.code))
     except Exception as error:
         sys.excepthook(type(error), error.with_traceback(_without_us(error.__traceback__)), None)
-        sys.exit(1)
+        ended.append(1)
+    sys.exit(ended[0])
 
 
 if __name__ == "__main__":
