@@ -50,17 +50,20 @@ def cases_of_blocks() -> Iterator[list[BlockCase]]:
 def row(cases: list[BlockCase], configs: list[str]) -> list[tuple[str, str]]:
     """Return the cells of one block, each with its HTML and the key that it is sorted by.
 
-    The verdicts are those of all its programs, the numbers those of the program with the largest leak.
+    The verdicts are those of all its programs, the numbers those of the program with the largest leak, or of the next
+    one that can be differentiated twice.
     """
     answers = [_answer(case) for case in cases]
-    case, (_, leak) = max(zip(cases, answers, strict=True), key=lambda pair: pair[1][1])
+    ordered = sorted(zip(cases, answers, strict=True), key=lambda pair: pair[1][1], reverse=True)
+    case, (_, leak) = ordered[0]
+    asymmetries = (_asymmetry(case) for case, _ in ordered)
     family, _, name = case.block.name.partition(".")
     return [
         (f'<a href="{family}.html">{family.replace("_", " ")}</a>', family),
         (f'<div style="min-width: 20em"><code>{name}</code><br>{html.escape(case.block.why)}</div>', name),
         (" or ".join(sorted({verdict for verdict, _ in answers})), ""),
         _number(leak),
-        _number(_asymmetry(case)),
+        _number(next((found for found in asymmetries if found is not None), None)),
         _bytes(case),
         ("<br>".join(f"<code>{config.replace('_', '_<wbr>')}</code>" for config in configs), str(len(configs))),
     ]

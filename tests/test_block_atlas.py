@@ -41,6 +41,11 @@ def test_one_of_two_shifts_moves_the_gradient():
     assert float(cells["leak"][1]) > 0.1
 
 
+def test_a_program_that_can_be_differentiated_twice_tells_of_the_field():
+    """The program of this block with the largest leak switches the recording on inside of its region."""
+    assert float(_cells("bilevel.solution")["asymmetry"][1]) < 1e-12
+
+
 @pytest.mark.slow
 def test_a_block_keeps_less_than_an_open_one():
     told, key = _cells("em.responsibilities")["bytes kept"]
