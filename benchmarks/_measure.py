@@ -47,25 +47,25 @@ def timed_pair(
 ) -> tuple[float, float, float]:
     """Return the median ratio of the pairs, and the median seconds per call of both.
 
-    A peer that hands its work to threads of its own needs another `clock`, `time.process_time`.
+    A peer that hands its work to threads of its own needs another `clock`, `time.process_time`. Ours does not, and such
+    threads go on for a moment after a call has returned.
     """
-    loops = [max(1, round(2e-3 / max(_seconds(run, 1, clock), 1e-9))) for run in (ours, theirs)]
-    for run, count in zip((ours, theirs), loops, strict=True):
-        _seconds(run, count, clock)
+    sides = ((ours, None), (theirs, clock))
+    for run, _ in sides:
+        run()  # the first call of a compiled program compiles it, and would be taken for a long one
+    loops = [max(1, round(2e-3 / max(_seconds(run, 1, clock), 1e-9))) for run, clock in sides]
     pairs = []
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(repeats):
-            pairs.append((_seconds(ours, loops[0], clock), _seconds(theirs, loops[1], clock)))
+        for _ in range(1 + repeats):
+            pairs.append([_seconds(run, count, clock) for (run, clock), count in zip(sides, loops, strict=True)])
     finally:
         if enabled:
             gc.enable()
-    return (
-        statistics.median(a / b for a, b in pairs),
-        statistics.median(a for a, _ in pairs),
-        statistics.median(b for _, b in pairs),
-    )
+    _, *pairs = pairs
+    mine, others = zip(*pairs, strict=True)
+    return statistics.median(a / b for a, b in pairs), statistics.median(mine), statistics.median(others)
 
 
 def _seconds(run: Callable[[], object], loops: int, clock: Callable[[], float] | None = None) -> float:

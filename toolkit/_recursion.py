@@ -14,19 +14,22 @@ __all__ = ["discounted_sums"]
 _FEW = 48
 
 
-def discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
+def discounted_sums(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tensor:
     r"""Return ``y_t = x_t + decay_t y_{t+1}``, with ``y_{T+1} = 0``.
 
     Args:
         x: (\*, T), at least one time.
         decay: (\*, T); the last one does not matter.
+        last: ``y_T`` in place of ``x_T``, (\*, 1). A compiled recursion is slow behind a concatenation.
     """
-    return _one_by_one(x, decay) if x.shape[-1] <= _FEW else _by_doubling(x, decay)
+    if x.shape[-1] <= _FEW:
+        return _one_by_one(x, decay, x[..., -1:] if last is None else last)
+    return _by_doubling(x if last is None else torch.cat([x[..., :-1], last], -1), decay)
 
 
-def _one_by_one(x: Tensor, decay: Tensor) -> Tensor:
+def _one_by_one(x: Tensor, decay: Tensor, last: Tensor) -> Tensor:
     xs, decays = x.unbind(-1), decay.unbind(-1)
-    found = [xs[-1]]
+    found = [last.squeeze(-1)]
     for t in range(len(xs) - 2, -1, -1):
         found.append(torch.addcmul(xs[t], decays[t], found[-1]))
     found.reverse()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,10 +161,12 @@ def _rows_of_rlax() -> Iterator[Row]:
         torch.compiler.reset()
         compiled = torch.compile(torch.func.grad_and_value(ours), fullgraph=True)
         what = f"compiled grad_and_value of {name} / rlax's, jitted"
-        yield _process_row(what, lambda compiled=compiled, inputs=inputs: compiled(*inputs), of_rlax, "at most 1.5")
+        # jax computes in threads of its own
+        of_process = partial(_row, clock=time.process_time)
+        yield of_process(what, lambda compiled=compiled, inputs=inputs: compiled(*inputs), of_rlax, "at most 1.5")
         leaf = inputs[0].clone().requires_grad_()
         eager = _gradient(lambda ours=ours, leaf=leaf, inputs=inputs: ours(leaf, *inputs[1:]), leaf)
-        yield _process_row(f"eager {name} / rlax's, jitted", eager, of_rlax)
+        yield of_process(f"eager {name} / rlax's, jitted", eager, of_rlax)
 
 
 def _gradient(loss: Callable[[], Tensor], leaf: Tensor) -> Callable[[], object]:
@@ -177,21 +179,7 @@ def _row(
     theirs: Callable[[], object],
     goal: str = "",
     kind: str = "forward + backward",
+    clock: Callable[[], float] | None = None,
 ) -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs)
+    ratio, seconds, their_seconds = timed_pair(ours, theirs, clock=clock)
     return Row(what, ratio, goal, f"{seconds * 1e6:.0f} us against {their_seconds * 1e6:.0f} us, {kind}")
-
-
-def _process_row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str = "") -> Row:
-    """Compare the times of the process: jax computes in threads of its own."""
-
-    def seconds(run: Callable[[], object], loops: int = 50) -> float:
-        start = time.process_time()
-        for _ in range(loops):
-            run()
-        return (time.process_time() - start) / loops
-
-    pairs = [(seconds(ours), seconds(theirs)) for _ in range(16)][1:]
-    mine, others = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-    ratio = statistics.median(a / b for a, b in pairs)
-    return Row(what, ratio, goal, f"{mine * 1e6:.0f} us against {others * 1e6:.0f} us, forward + backward")

@@ -116,7 +116,7 @@ def lambda_returns(r_t: Tensor, discount_t: Tensor, v_t: Tensor, lambda_: Tensor
     # Each return is an affine function of the next one. The last one is not mixed: it ends in its value.
     mixed = torch.addcmul(r_t, discount_t - decay, v_t)
     last = torch.addcmul(r_t[..., -1:], discount_t[..., -1:], v_t[..., -1:])
-    returns = discounted_sums(torch.cat([mixed[..., :-1], last], -1), decay)
+    returns = discounted_sums(mixed, decay, last)
     return stop_gradient(returns.to(dtype), LAMBDA_RETURNS)
 
 
