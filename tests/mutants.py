@@ -340,7 +340,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     "curvature": [
         ("(slope * (outputs - held)).sum()", "(slope * outputs).sum()", "test_curvature_divergences"),
         ("create_graph=base.requires_grad)", "create_graph=False)", "test_curvature_divergences"),
-        ("x = torch.where(p > 0, log_q - log_p, 0)", "x = log_q - log_p", "test_curvature_divergences"),
+        ("x = torch.where(p == 0, 0, log_q - log_p)", "x = log_q - log_p", "test_curvature_divergences"),
         ("near = x.abs() < 1\n", "near = x.abs() < 0\n", "test_curvature_divergences"),
         ("torch.where(z.abs() < _FAR, near", "torch.where(z.abs() < torch.inf, z", "test_curvature_majorisation"),
         ("    small = 0.25", "    small = 1e-9", "test_tensors"),
@@ -350,7 +350,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("else (1 + u) ** -2", "else (1 + u) ** -1", "test_curvature_majorisation"),
     ],
     "self_supervised": [
-        (".sum(-1) / torch.where(directed, norms, 1), 0)", ".sum(-1) / norms, 0)", "test_self_supervised"),
+        (".sum(-1) / torch.where(none, 1, norms))", ".sum(-1) / norms)", "test_self_supervised"),
         ("*answers[:t], *answers[t + 1 : seen]", "*answers[:seen]", "test_self_supervised"),
         (
             "scaled = torch.add(-scores.amax(-2, keepdim=True) / epsilon, scores",

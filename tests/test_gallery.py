@@ -34,7 +34,7 @@ from toolkit.quantization import (
 )
 from toolkit.self_supervised import KeyQueue, dino_center, ema, moco_loss, sinkhorn
 from toolkit.stochastic import leave_one_out
-from toolkit.value_learning import incremental_update, quantile_q_learning, td_learning
+from toolkit.value_learning import categorical_q_learning, incremental_update, quantile_q_learning, td_learning
 from toolkit.weighting import (
     BatchRenorm,
     adaptive_weight,
@@ -412,6 +412,26 @@ def test_zero_times_minus_infinity_is_zero(name):
         torch.testing.assert_close(*results)
 
 
+# Arguments of which only the order counts, and a queue that is full of new keys.
+WITHOUT_NUMBERS = {"q_t_selector", "dist_q_t_selector", "queue", "mask_t"}
+
+
+@EACH
+def test_missing_numbers_are_not_lost(line):
+    """A loss that is finite beside a network that has diverged would hide it."""
+    for seed in range(3):
+        function, tensors, _ = call(line, seed)
+        for name in [name for name, t in tensors.items() if t.is_floating_point() and name not in WITHOUT_NUMBERS]:
+            try:
+                found = tree_leaves(function(**{**tensors, name: torch.full_like(tensors[name], torch.nan)}))
+            except ValueError as error:
+                if not re.match(rf"`{name}` should", str(error)):
+                    raise
+            else:
+                found = [result for result in found if isinstance(result, torch.Tensor) and result.is_floating_point()]
+                assert not found or any(result.isnan().any() for result in found), name
+
+
 def test_a_state_without_legal_actions_counts_until_the_episode_ends():
     zero = torch.zeros(2)
     found = td_learning(zero, zero, torch.tensor([0.0, 0.5]), torch.full((2,), -torch.inf))
@@ -522,6 +542,11 @@ REFUSED = {
     "`scores` should have shape (samples, prototypes), not empty. Found (0, 3).": lambda: sinkhorn(TWO[:0]),
     "`input` should have entries. Found shape (0,).": lambda: ema_normalize(ONE[:0], ONE[0], decay=0.9),
     "`mixing` should have shape (1,). Found (3,).": lambda: mixstyle(TWO[None], torch.tensor([0]), TWO[0]),
+    "`permutation` should be at least 0 and below 1. Found -1.": lambda: mixstyle(TWO[None], torch.tensor([-1]), 0.5),
+    "`permutation` should be at least 0 and below 1. Found 5.": lambda: mixstyle(TWO[None], torch.tensor([5]), 0.5),
+    "`q_logits_t` should be a tensor. Found list.": lambda: categorical_q_learning(
+        ONE.new_tensor([0, 1]), TWO[:, :2], torch.tensor(0), ONE[0], ONE[0], ONE.new_tensor([0, 1]), [[0.0, 1.0]]
+    ),
     "`permutation` should be a tensor of integers. Found torch.float32.": lambda: mixstyle(TWO[None], 0 * ONE, 0.5),
     "`labels` should be a tensor of integers. Found torch.float32.": lambda: focal_loss(TWO, ONE.expand(2)),
     "`logits` should be a floating-point tensor. Found torch.int64.": lambda: kl_from_held(TWO.long(), TWO),

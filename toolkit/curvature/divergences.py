@@ -239,7 +239,7 @@ def _log_probabilities(logits: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return the sum of ``p (log p - log q) + q - p`` over the last dimension, no term negative; 0 log 0 is 0."""
     p, q = log_p.exp(), log_q.exp()
-    x = torch.where(p > 0, log_q - log_p, 0)
+    x = torch.where(p == 0, 0, log_q - log_p)
     near = x.abs() < 1
     terms = torch.where(near, p * exponential_remainder(torch.where(near, x, 0)), q - p - p * x)
-    return torch.where(p > 0, terms, q).sum(-1)
+    return torch.where(p == 0, q, terms).sum(-1)

@@ -182,5 +182,5 @@ def _cosine(x: Tensor, y: Tensor) -> Tensor:
     """Return the cosine of each pair of vectors, 0 where one of them is 0: torch's, with a finite gradient there."""
     x, y = wide(x), wide(y)
     norms = torch.linalg.vector_norm(x, dim=-1) * torch.linalg.vector_norm(y, dim=-1)
-    directed = norms > 0
-    return torch.where(directed, (x * y).sum(-1) / torch.where(directed, norms, 1), 0)
+    none = norms == 0
+    return torch.where(none, 0, (x * y).sum(-1) / torch.where(none, 1, norms))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss, l1_loss
 
 from toolkit._checks import number
-from toolkit._tensors import wide
+from toolkit._tensors import tensors, wide
 from toolkit.blocks import block, stop_gradient
 from toolkit.value_learning._arguments import bootstrapped, chosen, floating, of_actions, of_shape
 
@@ -164,6 +164,7 @@ def categorical_q_learning(
         tensor(0.6931)
     """
     _check_atoms(q_atoms_t=q_atoms_t)
+    tensors(q_logits_t=q_logits_t)
     of_shape(torch.Size([*q_logits_t.shape[:-1], len(q_atoms_t)]), "of its atoms", q_logits_t=q_logits_t)
     logits, atoms = map(wide, (q_logits_t, q_atoms_t))
     q_t = (logits.softmax(-1) * atoms).sum(-1)

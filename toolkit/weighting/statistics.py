@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer, number
-from toolkit._tensors import floating, integers, wide
+from toolkit._tensors import floating, in_range, integers, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -228,8 +228,8 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
         (N, C, \*), in the precision of `input`; half precision is computed in float32.
 
     Raises:
-        ValueError: If a shape does not fit, `permutation` has no integers, a number `mixing` is not from 0 to 1, or
-            `eps` is not positive.
+        ValueError: If a shape does not fit, `permutation` has other numbers than the integers below N, a number
+            `mixing` is not from 0 to 1, or `eps` is not positive.
 
     References:
         Zhou, Yang, Qiao and Xiang, "Domain generalization with MixStyle", 2021.
@@ -257,7 +257,12 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
         own: Tensor | float = mixing.view(-1, *[1] * (input.ndim - 1))
     else:
         own = number("mixing", mixing, least=0, most=1)
-    mixed_mean, mixed_std = (own * each + (1 - own) * each[partner] for each in (mean, std))
+    try:
+        partners = [each.index_select(0, partner) for each in (mean, std)]  # a negative number is not one from the end
+    except (IndexError, RuntimeError):
+        in_range("permutation", partner, len(input))
+        raise
+    mixed_mean, mixed_std = (own * a + (1 - own) * b for a, b in zip((mean, std), partners, strict=True))
     return ((x - mean) / std * mixed_std + mixed_mean).to(input.dtype)
 
 
