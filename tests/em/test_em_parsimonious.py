@@ -677,6 +677,17 @@ def test_one_component_is_the_covariance_of_the_data(model):
     assert torch.allclose(found.parameters.covariances[0], expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("model", ["EII", "VII", "EEI", "VVI", "EEE", "VVE", "EEV", "VVV"])
+def test_no_jump_leads_below_the_regularisation(model):
+    for seed in range(6):  # components collapse onto repeated rows, where the likelihood rises without a bound
+        random = np.random.default_rng(seed)
+        for x in (random.integers(0, 2, (60, 3)), random.normal(size=(8, 3)).repeat(10, 0)):
+            found = fit_parsimonious(
+                torch.from_numpy(x.astype(float)), 3, model=model, reg_covar=1e-6, generator=seeded(seed)
+            )
+            assert float(torch.linalg.eigvalsh(found.parameters.covariances).min()) > 1e-6 * (1 - 2e-6)
+
+
 @every_model
 def test_regularisation_keeps_what_is_shared(model):
     """With a constant feature and duplicates there is no maximum of the likelihood; the prior gives one."""

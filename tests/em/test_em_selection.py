@@ -434,6 +434,7 @@ BAD_ARGUMENTS = {
     ),
     "weights": ({"sample_weight": torch.zeros(90)}, ValueError, r"`sample_weight` should be finite, not negative"),
     "integers": ({"x": torch.ones(4, 2, dtype=torch.long)}, TypeError, r"`x` should be a float32 or float64 tensor"),
+    "large": ({"x": samples() * 1e160}, ValueError, r"`x` should have a finite covariance"),
     "missing": ({"x": torch.tensor([[1.0], [math.nan]])}, ValueError, r"`x` should be finite\. Found \[nan\] in row 1"),
 }
 

@@ -258,6 +258,11 @@ class Model(ABC):
     def __init__(self, name: CovarianceModel, structure: Structure, start: Structure) -> None:
         self.name, self.structure, self.start = name, structure, start
 
+    @property
+    def keeps_variances(self) -> bool:
+        """Whether an M-step has no variance below the least that was added: volume and shape are shared alike."""
+        return self.name[1] in (self.name[0], "I")
+
     def n_parameters(self, n_components: int, n_features: int) -> int:
         """Return the number of free parameters of all covariances."""
         volume, shape, orientation = ({"I": 0, "E": 1, "V": n_components}[letter] for letter in self.name)

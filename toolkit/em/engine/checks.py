@@ -25,6 +25,7 @@ __all__ = [
     "check_samples",
     "check_variances",
     "check_weights",
+    "has_variances",
 ]
 
 FLOATS = (torch.float32, torch.float64)
@@ -88,9 +89,14 @@ def check_prior(prior: object) -> None:
         raise TypeError(f"`prior` should be a Prior or None. Found {prior!r}.")
 
 
+def has_variances(factor: Any, structure: Structure, reg_covar: float) -> bool:
+    """Say whether every variance is at least `reg_covar`, up to rounding."""
+    return reg_covar == 0 or not structure.exceeds(factor, (1 + 1e-6) / reg_covar)
+
+
 def check_variances(factor: Any, structure: Structure, reg_covar: float) -> None:
     """Raise a ValueError if a variance is less than `reg_covar`: steps add it, but a jump may lead below."""
-    if reg_covar > 0 and structure.exceeds(factor, (1 + 1e-6) / reg_covar):
+    if not has_variances(factor, structure, reg_covar):
         raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
 
 

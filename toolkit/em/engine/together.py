@@ -93,7 +93,15 @@ class _Rows:
             self.count[mask] = 0
 
 
-def climb_together(em: EmOfRows, start: _Floats, *, accelerate: Accelerate, tol: float, limits: _Ints) -> Climbs:
+def climb_together(
+    em: EmOfRows,
+    start: _Floats,
+    *,
+    accelerate: Accelerate,
+    tol: float,
+    limits: _Ints,
+    allows: Callable[[_Ints, _Floats], _Mask] | None = None,
+) -> Climbs:
     """Maximise the likelihoods of B fits.
 
     Args:
@@ -102,6 +110,8 @@ def climb_together(em: EmOfRows, start: _Floats, *, accelerate: Accelerate, tol:
         accelerate: As in `climb`.
         tol: As in `climb`.
         limits: (B,): the most evaluations of each fit after the one at its start.
+        allows: Takes the indices of some fits (b,) and a point of each (b, P) to the mask of points that a jump may
+            lead to. None: all.
     """
     choice("accelerate", accelerate, get_args(Accelerate))
     n, plain = len(start), accelerate == "none"
@@ -125,6 +135,8 @@ def climb_together(em: EmOfRows, start: _Floats, *, accelerate: Accelerate, tol:
         finite, residual = _are_finite(image, value), image - target
         size, gain, noise = _norms(residual), value - rows.value, _ROUNDING * (1 + np.abs(rows.value))
         taken = jumping & finite & ((gain > noise) | ((gain >= -noise) & (size < rows.size)))
+        if allows is not None and taken.any():
+            taken[taken] = allows(rows.ids[taken], target[taken])
         _judge(rows, jumping, taken)
         lost, fall = ~jumping & ~finite, rows.last - value
         fell = ~jumping & finite & (fall > noise) & (fall > error)

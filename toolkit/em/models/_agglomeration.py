@@ -15,6 +15,7 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType
+from toolkit.em.engine.checks import check_covariance
 from toolkit.em.engine.seeding import device_of, nearest
 from toolkit.em.engine.starts import start_alike
 from toolkit.em.gaussian import GaussianParameters
@@ -46,6 +47,9 @@ class Agglomeration:
     def of(cls, x: Tensor, generator: torch.Generator | None) -> Agglomeration:
         """Grow the trees of samples (N, D); of too many samples a random subset is taken.
 
+        Raises:
+            ValueError: If the values are so large that their covariance is infinite.
+
         References:
             Ward, "Hierarchical grouping to optimize an objective function", 1963.
         """
@@ -57,7 +61,9 @@ class Agglomeration:
         chosen = torch.arange(len(x), device=x.device)
         if len(x) > _MOST_SAMPLES:
             chosen = torch.randperm(len(x), generator=generator, device=device)[:_MOST_SAMPLES].to(x.device)
-        metrics = _metrics(x - x.mean(0))
+        centred = x - x.mean(0)
+        check_covariance(centred.square().sum(0))
+        metrics = _metrics(centred)
         merges = tuple(torch.from_numpy(ward(pdist(points[chosen].cpu().numpy()))) for points in metrics)
         return cls(x, chosen, metrics, merges)
 

@@ -24,6 +24,7 @@ from toolkit.em.covariance import Structure, soft_counts
 from toolkit.em.covariance.models import Model, ParsimoniousCovariances
 from toolkit.em.covariance.orientations import upper_factor
 from toolkit.em.covariance.structure import identity_like, singular
+from toolkit.em.engine.checks import has_variances
 from toolkit.em.engine.fused import Expansion, accumulate, error_of_distance, expanded_sums, loses_digits
 from toolkit.em.engine.samples import prepare
 from toolkit.em.gaussian import GaussianParameters
@@ -226,12 +227,14 @@ class Fits:
     Attributes:
         cells: The cells.
         rows: The fits of each cell.
+        reg_covar: The number that was added to every variance.
         start: (B, P): the coordinates at which the fits start, NaN where the first M-step fails.
         problems: The error of each fit's last failed M-step.
     """
 
     def __init__(self, cells: Sequence[Cell], passes: Mapping[Structure, Pass], like: Tensor) -> None:
         self.cells, self._passes, self._like = cells, passes, like
+        self.reg_covar = max(run.reg_covar for run in passes.values())
         most = max(cell.n_components for cell in cells)
         models = list(dict.fromkeys(cell.model for cell in cells))
         self._forms = [_Form(model, most, like) for model in models]
@@ -295,6 +298,18 @@ class Fits:
                 first += len(places)
         values[~finite] = np.nan
         return images, values, errors
+
+    def allows(self, fits: _Ints, positions: _Floats) -> npt.NDArray[np.bool_]:
+        """Say which points (b, P) a jump may lead to (see `check_variances`)."""
+        allowed = np.ones(len(fits), bool)
+        for place, model in enumerate(self._model[fits].tolist()):
+            form = self._forms[model]
+            if form.model.keeps_variances:
+                point = torch.from_numpy(positions[place : place + 1]).to(self._like.device)
+                mixtures, _ = form.mixtures(point, self._size[fits[place : place + 1]])
+                factor = mixtures.factor[0, : self._size[fits[place]]]
+                allowed[place] = has_variances(factor, form.model.structure.wide, self.reg_covar)
+        return allowed
 
     def _maximised(
         self, fits: _Ints, form: _Form, statistics: _Statistics, before: ParsimoniousCovariances | None

@@ -244,8 +244,18 @@ def _race(fits: Fits, options: ClimbOptions, narrowest: float) -> list[Search]:
         def em(which: _Ints, positions: _Floats, ids: _Ints = ids) -> tuple[_Floats, _Floats, _Floats]:
             return fits.em(ids[which], positions)
 
+        def allows(which: _Ints, positions: _Floats, ids: _Ints = ids) -> npt.NDArray[np.bool_]:
+            return fits.allows(ids[which], positions)
+
         limits = options.max_iter - short.n_iter[ids]
-        rest = climb_together(em, short.positions[ids], accelerate=options.accelerate, tol=options.tol, limits=limits)
+        rest = climb_together(
+            em,
+            short.positions[ids],
+            accelerate=options.accelerate,
+            tol=options.tol,
+            limits=limits,
+            allows=allows if fits.reg_covar > 0 else None,
+        )
         least = fits.narrowest(ids, np.where(rest.failed[:, None], short.positions[ids], rest.positions))
         for place, fit in enumerate(chosen):
             lane = lane_of[fit]
