@@ -12,11 +12,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from scipy.linalg import lapack
 from torch import Tensor
 
 from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, library, raise_if_singular
 
 __all__ = ["FULL", "TIED", "factored", "quadratic_form", "symmetric_products"]
+
+_EPS = float(np.finfo(np.float64).eps)
 
 
 class _Matrices(Structure):
@@ -84,8 +87,9 @@ class _Matrices(Structure):
             return False
         # A Cholesky factor of the difference from the bound takes a tenth of the time of singular values.
         differences = largest * identity_like(factor) - factor.mT @ factor
-        failed = torch.linalg.cholesky_ex(torch.as_tensor(differences, device=getattr(factor, "device", "cpu")))[1]
-        return bool(failed.any())
+        if library(factor) is np:
+            return any(lapack.dpotrf(one)[1] for one in differences.reshape(-1, *differences.shape[-2:]))
+        return bool(torch.linalg.cholesky_ex(differences)[1].any())
 
     def regularise(self, covariances: Tensor, reg_covar: float | Tensor) -> Tensor:
         return covariances + (
@@ -230,19 +234,16 @@ def factored(covariances: Tensor) -> tuple[Tensor, Tensor]:
 
 def _factor_of_array(covariances: Any) -> Any:
     """Return the factors of arrays, or None if one of the covariances is singular."""
-    try:
-        lower = np.linalg.cholesky(covariances)
-    except np.linalg.LinAlgError:
-        return None
-    scales, size = lower.diagonal(0, -2, -1), lower.shape[-1]
-    if not (scales * scales > size * np.finfo(lower.dtype).eps * covariances.diagonal(0, -2, -1)).all():
-        return None
-    return torch.linalg.solve_triangular(torch.from_numpy(lower), _identity(size), upper=False).numpy().mT
-
-
-@functools.lru_cache(maxsize=64)
-def _identity(size: int) -> Tensor:
-    return torch.eye(size, dtype=torch.float64, device="cpu")
+    size = covariances.shape[-1]
+    factors = np.empty_like(covariances)
+    # One by one: LAPACK's own functions take a third of the time of NumPy's and torch's for all.
+    for matrix, factor in zip(covariances.reshape(-1, size, size), factors.reshape(-1, size, size), strict=True):
+        upper, failed = lapack.dpotrf(matrix)
+        if failed:
+            return None
+        factor[:] = lapack.dtrtri(upper)[0]
+    inverses, variances = factors.diagonal(0, -2, -1), covariances.diagonal(0, -2, -1)
+    return factors if (size * _EPS * variances * (inverses * inverses) < 1).all() else None
 
 
 FULL = _Full()

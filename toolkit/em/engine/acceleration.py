@@ -20,6 +20,7 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.linalg import lapack
 from torch import Tensor
 
 from toolkit._checks import choice, integer, number
@@ -506,8 +507,12 @@ class _Anderson:
         sizes = np.sqrt((changes * changes).sum(1))
         sizes[sizes == 0] = 1.0
         # In proportion, so that large old changes do not hide small new ones from the cut.
-        weights = np.linalg.lstsq((changes / sizes[:, None]).T, residual, rcond=CUT)[0] / sizes
-        step: _Vector = residual - weights @ (steps + changes)
+        units = (changes / sizes[:, None]).T
+        # LAPACK's own function takes a third of the time of NumPy's; it wants room for a solution longer than the data.
+        room = np.concatenate([residual, np.zeros(max(0, len(sizes) - len(residual)))])
+        solution = lapack.dgelss(units, room, CUT)[1][: len(sizes)]
+        steps += changes
+        step: _Vector = residual - (solution / sizes) @ steps
         return step
 
 

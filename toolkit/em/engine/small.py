@@ -1,7 +1,8 @@
 """EM of data so few that calls of torch would take longer than their arithmetic: the same formulas by NumPy.
 
 The twin of `accumulate` and `maximise` in `toolkit.em.engine.fused` for one chunk. The quadratic features are written
-once, so a step is two matrix products and some thirty calls of NumPy.
+once, so a step is two matrix products and some thirty calls of NumPy, whose products of so few rows take half of the
+time of torch's.
 
 N samples, D features, K components, F quadratic features, P free coordinates.
 """
@@ -97,8 +98,8 @@ class SmallData:
         self.ridge, self._ridge = ridge, _array(ridge) if isinstance(ridge, Tensor) else ridge
         ((z, weights),) = data.chunks()
         self._weights = None if weights is None else weights.double().numpy()
-        self._features = expanded(structure.quadratics(len(z), _FEATURES), z.double())
-        self._joint = torch.empty(n_components, z.shape[1], dtype=torch.float64, device="cpu")
+        self._features = _array(expanded(structure.quadratics(len(z), _FEATURES), z.double()))
+        self._joint = np.empty((n_components, z.shape[1]))
 
     def em(self, mixture: SmallMixture) -> tuple[SmallMixture, float]:
         """Return the mixture after one EM step, and the log-likelihood before it, nats per sample.
@@ -130,8 +131,7 @@ class SmallData:
         normaliser = 0.5 * means.shape[1] * math.log(2 * math.pi)
         constant = mixture.log_weights + structure.log_determinants(mixture.factor, means.shape[1]) - normaliser
         theta = np.concatenate([quadratic, linear, (constant - 0.5 * (linear * means).sum(1))[:, None]], 1)
-        torch.mm(torch.from_numpy(theta), self._features, out=self._joint)
-        joint = _array(self._joint)
+        joint = np.matmul(theta, self._features, out=self._joint)
         peak = joint.max(0)
         joint -= peak
         np.exp(joint, out=joint)
@@ -139,7 +139,7 @@ class SmallData:
         log_densities = np.log(densities) + peak
         joint *= 1 / densities if self._weights is None else self._weights / densities
         value = log_densities.sum() if self._weights is None else log_densities @ self._weights
-        return _array(torch.mm(self._joint, self._features.mT)), float(value)
+        return joint @ self._features.T, float(value)
 
     def _maximised(self, sums: Any) -> SmallMixture:
         """Return the M-step from sums of quadratic features (K, F)."""
