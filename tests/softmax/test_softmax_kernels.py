@@ -24,6 +24,12 @@ INF, NAN = math.inf, math.nan
 EPS = torch.finfo(torch.float64).eps
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Several pieces in the long inputs of a test."""
+    monkeypatch.setattr(_kernels, "_PIECE", 1 << 15)
+
+
 # --- twins -----------------------------------------------------------------------------------------------------------
 
 SHAPES = {

@@ -19,8 +19,10 @@ from torch.compiler import is_compiling
 
 from toolkit._tensors import bounded
 
-# Elements of one piece: 128 KiB of float32, so that an input, a cotangent and a result fit into a core's cache.
-_PIECE = 1 << 15
+# Elements from which an input is processed in pieces, and of one piece: 1 MiB of float32. Smaller pieces stay in a
+# cache that is nearer, but the calls for each of them take longer than that saves.
+_LONG = 1 << 16
+_PIECE = 1 << 18
 # Elements of a small input, whose time is that of the calls.
 _SMALL = 1 << 12
 # Up to this probability y the fused kernel of log-softmax and its derivative lose at most 1 / (1 - y) = 16 roundoffs.
@@ -95,7 +97,7 @@ def _with_infinite_rows(y: Tensor, x: Tensor, dim: int) -> Tensor:
 def _has_nan(y: Tensor, dim: int) -> bool:
     """Return whether `torch.softmax` met a maximum that is not finite: then the whole row is NaN."""
     one_of_a_row = y if y.numel() <= _SMALL else y.select(dim, 0)
-    return math.isnan(one_of_a_row.sum().item())
+    return not torch.equal(one_of_a_row, one_of_a_row)
 
 
 def scaled_probabilities(x: Tensor, scale: Tensor, dim: int) -> Tensor:
@@ -225,7 +227,7 @@ def _pivot(y: Tensor, g: Tensor, dim: int, room: Tensor | None = None) -> Tensor
         # 1 at a probability above one half, else 0: in a row without one, all probabilities are the weights.
         weights = torch.round(y, out=room) if room is not None else y.round()
         unsure = 1 - weights.amax(dim, keepdim=True)
-        if y.numel() < _PIECE // 8 or unsure.any():
+        if y.numel() < _SMALL or unsure.any():
             weights.addcmul_(y, unsure)
         return weights.mul_(g).sum(dim, keepdim=True)
     return torch.mul(y, g, out=room).sum(dim, keepdim=True)
@@ -254,7 +256,7 @@ def log_softmax_product(log_y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
     `expm1`.
     """
     flat = log_y.dim() == 2 and dim % 2 == 1
-    if not (flat and _may_look(log_y) and type(cotangent) in _PLAIN and log_y.numel() > _PIECE):
+    if not (flat and _may_look(log_y) and type(cotangent) in _PLAIN and log_y.numel() > _SMALL):
         return log_softmax_product_in_plain_operations(log_y, cotangent, dim)
     result = torch._log_softmax_backward_data(cotangent, log_y, dim, log_y.dtype)
     (sure,) = torch.where(log_y.amax(dim) > -math.log(2))
@@ -297,7 +299,7 @@ def is_small(x: Tensor) -> bool:
 
 def _in_pieces(x: Tensor, dim: int) -> bool:
     """Return whether `x` should be processed in pieces: it is long, and its rows are contiguous."""
-    return x.numel() > 2 * _PIECE and dim in (-1, x.dim() - 1) and x.is_contiguous() and _may_look(x)
+    return x.numel() > _LONG and dim in (-1, x.dim() - 1) and x.is_contiguous() and _may_look(x)
 
 
 def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -310,4 +312,4 @@ def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def _room(x: Tensor) -> Tensor:
     """Return space for one piece."""
-    return x.new_empty(max(1, _PIECE // x.shape[-1]), x.shape[-1])
+    return x.new_empty(max(1, min(_PIECE, x.numel()) // x.shape[-1]), x.shape[-1])

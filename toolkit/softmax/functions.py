@@ -328,6 +328,10 @@ def cross_entropy(
         >>> cross_entropy(torch.tensor([[2.0, 0.0], [1e8, 1e8]]), torch.tensor([0, 1]), reduction="none")
         tensor([0.1269, 0.6931])
     """
+    if where is weight is None and type(label_smoothing) is float and type(ignore_index) is type(dim) is int:
+        is_default = not label_smoothing and ignore_index == -100 and reduction == "mean"
+        if is_default and _is_short(logits) and (loss := _mean_of_few(logits, labels, dim)) is not None:
+            return loss
     if where is not None:
         logits = _left_out(logits, where, "logits")
     dim = _checked(logits, "logits", dim)
@@ -367,6 +371,18 @@ def cross_entropy(
         spread = smoothing * _losses_of_probabilities(logits, uniform, weights, dim)
         losses = spread if smoothing == 1 else (1 - smoothing) * losses + spread  # a masked label has an infinite loss
     return _reduced(torch.where(kept, losses, 0.0), own, reduction).to(logits.dtype)
+
+
+def _mean_of_few(logits: Tensor, labels: Tensor, dim: int) -> Tensor | None:
+    """Return the mean loss of few samples in the fewest calls; None where more checks or another kernel are needed."""
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or logits.dim() != 2 or dim not in (1, -1):
+        return None
+    if labels.shape != logits.shape[:1] or not is_unsure(log_y := torch.log_softmax(logits, 1)):
+        return None
+    try:
+        return nll_loss(log_y, labels)
+    except (IndexError, RuntimeError):  # because of a label, which the other path names
+        return None
 
 
 def _reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
