@@ -572,6 +572,28 @@ def test_ball_as_wide_as_the_box_is_remarked_on_once_where_it_is_used(call, batc
     assert [warning.filename for warning in found] == [__file__]
 
 
+ROUND = {
+    "an attack": lambda model, x, labels, **ball: pgd(model, x, labels, **ball),
+    "minimal": lambda model, x, labels, **ball: adv.fab(model, x, labels, steps=1, **ball),
+    "vat_loss": lambda model, x, labels, **ball: adv.vat_loss(model, x, **ball),
+    "train": lambda model, x, labels, **ball: adv.train(
+        model, x, labels, method="pgd", epochs=2, batch_size=2, generator=torch.Generator(), **ball
+    ),
+}
+
+
+@pytest.mark.parametrize(("norm", "width"), [("l2", 4), ("l1", 16)])
+@pytest.mark.parametrize("call", ROUND.values(), ids=ROUND)
+def test_round_ball_as_wide_as_the_diagonal_of_the_box_is_remarked_on_once(call, norm, width, batch):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), *batch, epsilon=0.99 * width, norm=norm)
+        assert not [warning for warning in caught if "the box is wide" in str(warning.message)]
+        call(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), *batch, epsilon=width, norm=norm)
+    remark = f"is wide in {norm.upper()}, {width}. Found {width}"
+    assert [warning.filename for warning in caught if remark in str(warning.message)] == [__file__]
+
+
 def test_whole_box_and_narrow_balls_in_any_units_pass_without_a_remark(batch: tuple[Tensor, Tensor]) -> None:
     model, (x, labels) = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), batch
     for options in ({"epsilon": 8, "bounds": (0, 255)}, {"epsilon": 8, "bounds": None}, {"epsilon": 0.99}):

@@ -313,7 +313,7 @@ def minimal_search(
             sizes = per_sample("epsilon", threat.epsilon, attack.x, by_feature=threat.has_features)
             radius = sizes.flatten(1).amin(1).expand_as(radius)  # inside of it no example is projected
         ball = attack.ball if threat.epsilon is None else threat.around(attack.x)
-        with width_remarked_on(threat.epsilon, threat.norm, threat.bounds):
+        with width_remarked_on(threat.epsilon, threat.norm, threat.bounds, attack.x[:1].numel()):
             yield Search(attack, threat.norm, ball, radius, n_classes)
 
 

@@ -267,7 +267,7 @@ def setting(
         labels = check_classes("labels", _answers(picked(model, logits), x) if labels is None else labels, len(x))
         targets = None if targets is None else check_classes("targets", targets, len(x))
         slopes = picked(model, logits) if gradient_dtype is None else _in_dtype(model, gradient_dtype, logits)
-        with width_remarked_on(threat.epsilon, threat.norm, threat.bounds):
+        with width_remarked_on(threat.epsilon, threat.norm, threat.bounds, x[:1].numel()):
             yield Setting(picked(model, logits), x, labels, targets, threat, region, slopes)
 
 

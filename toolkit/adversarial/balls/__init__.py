@@ -63,8 +63,8 @@ class Ball:
         ValueError: If `norm` is unknown, or `epsilon` is negative or infinite.
 
     Warns:
-        UserWarning: Where it is used, if a ball in Linf is as wide as its box, as with an epsilon of 8 for pixels
-            between 0 and 1.
+        UserWarning: Where it is used, if the ball around any point holds the whole box, as with an epsilon of 8 in
+            Linf for pixels between 0 and 1.
 
     Example:
         >>> ball = Ball(0.1, "l2", bounds=(-1, 1))

@@ -217,30 +217,49 @@ def sum_of(tensor: Tensor) -> Tensor:
     return tensor.sum(features(tensor), keepdim=True)
 
 
-_REMARKED: ContextVar[bool] = ContextVar("_REMARKED", default=False)
+# The remarks inside of `width_remarked_on`.
+_REMARKED: ContextVar[list[str] | None] = ContextVar("_REMARKED", default=None)
+# The diagonal of a box with D sides of length 1 is D to this power.
+_DIAGONAL = {"linf": 0.0, "l2": 0.5, "l1": 1.0}
 
 
-def remark_on_width(epsilon: float | Tensor | None, norm: str, bounds: object) -> bool:
-    """Warn if a ball in Linf is as wide as its box, as with radius 8 for pixels in [0, 1]; return whether it is."""
-    if epsilon is None or norm != "linf" or bounds is None:
-        return False
+def remark_on_width(epsilon: float | Tensor | None, norm: str, bounds: object, n_features: int | None) -> None:
+    """Warn if the whole box is in the ball around any of its points, as with radius 8 in Linf for pixels in [0, 1].
+
+    Args:
+        epsilon: Radius; None is the whole box on purpose.
+        norm: The norm.
+        bounds: Least and greatest value of an input, or None.
+        n_features: Number of features of a sample. None: not known yet, which is enough in Linf alone.
+    """
+    if epsilon is None or bounds is None or (n_features is None and norm != "linf"):
+        return
     least, most = ends_of(bounds)
-    width, sizes = float(most.max() - least.min()), sizes_of("epsilon", epsilon)
+    width, sizes = float(most.max() - least.min()) * (n_features or 0) ** _DIAGONAL[norm], sizes_of("epsilon", epsilon)
     if not (sizes.numel() and sizes.min() >= width > 0):
-        return False
-    if not _REMARKED.get():
-        warn(
-            f"`epsilon` should be less than the box is wide, {width:g}. Found {sizes.min().item():g}, "
-            "with which everything in the box is allowed. Are the pixels on another scale?"
-        )
-    return True
+        return
+    remarks = _REMARKED.get()
+    if remarks:
+        return
+    where = "" if norm == "linf" else f" in {norm.upper()}"
+    remark = (
+        f"`epsilon` should be less than the box is wide{where}, {width:g}. Found {sizes.min().item():g}, "
+        "with which everything in the box is allowed. Are the pixels on another scale?"
+    )
+    if remarks is not None:
+        remarks.append(remark)
+    warn(remark)
 
 
 @contextmanager
-def width_remarked_on(epsilon: float | Tensor | None, norm: str, bounds: object) -> Iterator[None]:
+def width_remarked_on(
+    epsilon: float | Tensor | None, norm: str, bounds: object, n_features: int | None = None
+) -> Iterator[None]:
     """Warn as `remark_on_width`, once for all balls inside."""
-    token = _REMARKED.set(remark_on_width(epsilon, norm, bounds) or _REMARKED.get())
+    remarks = _REMARKED.get()
+    token = _REMARKED.set([] if remarks is None else remarks)
     try:
+        remark_on_width(epsilon, norm, bounds, n_features)
         yield
     finally:
         _REMARKED.reset(token)

@@ -98,7 +98,7 @@ def ball_and_box(
         if change is not None:
             lower, upper = torch.where(change > 0, lower, start), torch.where(change > 0, upper, start)
         radius = per_sample("epsilon", epsilon, x).reshape(-1, 1).to(dtype)
-        remark_on_width(epsilon, norm, bounds)
+        remark_on_width(epsilon, norm, bounds, x[:1].numel())
         flat = start.flatten(1)
         return BallAndBox(norm, flat, radius, lower.flatten(1) - flat, upper.flatten(1) - flat)
 

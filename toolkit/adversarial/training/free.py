@@ -102,7 +102,7 @@ def free_loss(
     function("model", model)
     same_shape(x=x, perturbation=perturbation)
     ball = Ball(epsilon, norm, bounds).around(x)
-    remark_on_width(epsilon, norm, bounds)
+    remark_on_width(epsilon, norm, bounds, x[:1].numel())
     example = variable(stop_gradient(ball.settle(ball.project(x + perturbation)), EXAMPLE))
     stride = per_sample("epsilon", epsilon, x).to(x.dtype)
     return Replay(cross_entropy(checked(model(example)), labels).mean(), example, ball, stride)

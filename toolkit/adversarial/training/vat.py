@@ -196,7 +196,7 @@ def virtual_example(
         ValueError: As in `pgd`.
     """
     ball = Ball(epsilon, norm, bounds, mask).around(x)
-    remark_on_width(epsilon, norm, bounds)
+    remark_on_width(epsilon, norm, bounds, x[:1].numel())
     towards = stop_gradient(direction(model, x), VIRTUAL_DIRECTION)
     return ball.settle(ball.step(x, towards, per_sample("epsilon", epsilon, x).to(x.dtype)))
 
