@@ -20,6 +20,7 @@ __all__ = [
     "averaged",
     "bounded",
     "common_dtype",
+    "dense",
     "exact_products",
     "exponential_remainder",
     "floating",
@@ -27,6 +28,7 @@ __all__ = [
     "gathered",
     "in_range",
     "integers",
+    "is_dense",
     "kind_of",
     "largest_exponent",
     "mappings",
@@ -84,6 +86,19 @@ def exponential_remainder(input: Tensor) -> Tensor:
 def kind_of(value: object) -> str:
     """Return the dtype of a tensor, or the type of anything else, for a message."""
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether a tensor is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def dense(**tensors: object) -> None:
+    """Raise a TypeError if any of the tensors is sparse or nested; other values are left to other checks."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and not is_dense(tensor):
+            found = "a nested tensor" if tensor.is_nested else tensor.layout
+            raise TypeError(f"`{name}` should be a dense tensor. Found {found}.")
 
 
 def floating(**tensors: Tensor) -> None:

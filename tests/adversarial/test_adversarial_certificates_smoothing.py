@@ -157,6 +157,12 @@ REFUSED = {
     "batch": ({"batch_size": 0.5}, ValueError, "`batch_size` should be a positive integer. Found 0.5."),
     "selection": ({"samples_selection": -2}, ValueError, "`samples_selection` should be a positive integer. Found -2."),
     "confidence": ({"confidence": 1.0}, ValueError, "`confidence` should be between 0 and 1. Found 1.0."),
+    "tuple": (
+        {"model": lambda x: (LINEAR(x),)},
+        TypeError,
+        "`model` should return logits, a tensor (B, C). Found tuple:",
+    ),
+    "nothing": ({"model": lambda x: None}, TypeError, "Found NoneType:"),
     "NaN": ({"model": lambda x: x / 0 * 0}, ValueError, "`model` should return numbers. Found NaN."),
 }
 

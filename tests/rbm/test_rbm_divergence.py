@@ -6,6 +6,7 @@ The witnesses are written in NumPy, without autograd and without the code under 
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import pytest
@@ -720,6 +721,13 @@ def test_an_object_in_place_of_a_machine_or_a_trainer_is_named():
         contrastive_divergence(BernoulliRBM(3), torch.rand(5, 6), steps=1)
     with pytest.raises(TypeError, match=r"`trainer` should be a FusedTrainer. Found an object of type RBM."):
         train(RBM(6, 3), torch.rand(5, 6), epochs=1, learning_rate=0.1, generator=None)
+
+
+def test_sparse_data_are_refused():
+    rbm, data = RBM(3, 2), torch.eye(3)
+    for call in (contrastive_divergence, partial(persistent_contrastive_divergence, chains=data)):
+        with pytest.raises(TypeError, match=r"`data` should be a dense tensor. Found torch.sparse_coo"):
+            call(rbm, data=data.to_sparse(), steps=1)
 
 
 @pytest.mark.parametrize(

@@ -987,6 +987,9 @@ def test_wrong_types_and_machines_are_refused():
     rbm = _with(_parameters())
     with pytest.raises(TypeError, match=r"`state\.visible` should have the parameters' type torch\.float64"):
         parallel_tempering(rbm, _state(STARTS.float()), inverse_temperatures=THREE, steps=1)
+    for values, found in ((None, "NoneType"), ("0, 1", "str")):
+        with pytest.raises(TypeError, match=rf"`inverse_temperatures` should be a tensor or a list .* Found {found}\."):
+            tempered_contrastive_divergence(rbm, DATA, _state(STARTS), inverse_temperatures=values, steps=1)
     with pytest.raises(ValueError, match=r"`inverse_temperatures` should end with 1, the model\. Found 0\.5\."):
         tempered_contrastive_divergence(rbm, DATA, _state(STARTS), inverse_temperatures=[0.1, 0.2, 0.5], steps=1)
     with pytest.raises(ValueError, match=r"`data` should have shape \(N, 4\)"):

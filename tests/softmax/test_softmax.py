@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import mpmath
 import numpy as np
@@ -61,6 +62,10 @@ POINTS = {
     "far apart": [800.0, -3.0, 799.0, -1e4],
 }
 LABELS = torch.tensor([2, 0, 3])
+
+
+# Two rows of different lengths.
+RAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
 
 def batch() -> Tensor:
@@ -647,6 +652,27 @@ def test_input_is_left_as_it_was():
         (lambda: cross_entropy(batch(), LABELS.float()), ValueError, r"should have shape \(3, 4\). Found \(3,\)"),
         (lambda: cross_entropy(batch(), [0, 1, 2]), TypeError, "Found list"),
         (lambda: cross_entropy(batch(), LABELS > 1), TypeError, "Found torch.bool"),
+        *(
+            (partial(function, batch().to_sparse()), TypeError, "should be a dense tensor. Found torch.sparse_coo")
+            for function in (softmax, log_softmax, logsumexp, naive_softmax)
+        ),
+        *(
+            (partial(function, RAGGED), TypeError, "`input` should be a dense tensor. Found a nested tensor")
+            for function in (softmax, log_softmax, logsumexp, naive_softmax)
+        ),
+        (lambda: cross_entropy(batch(), LABELS.to_sparse()), TypeError, "`labels` should be a dense tensor"),
+        (
+            lambda: cross_entropy(batch(), LABELS, weight=torch.ones(4).to_sparse()),
+            TypeError,
+            "`weight` should be a dense",
+        ),
+        (lambda: softmax(batch(), where=torch.ones(3, 4).bool().to_sparse()), TypeError, "`where` should be a dense"),
+        (lambda: logsumexp(batch(), b=torch.ones(3, 4).to_sparse()), TypeError, "`b` should be a dense"),
+        (
+            lambda: linear_cross_entropy(torch.ones(3, 4).to_sparse(), torch.ones(5, 4), LABELS),
+            TypeError,
+            "`input` should be a dense",
+        ),
         (lambda: cross_entropy(batch(), LABELS * 1j), TypeError, "Found torch.complex64"),
         (lambda: cross_entropy(batch(), LABELS[:2]), ValueError, r"`labels` should have shape \(3,\). Found \(2,\)"),
         (

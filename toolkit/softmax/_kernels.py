@@ -17,7 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from toolkit._tensors import bounded
+from toolkit._tensors import bounded, is_dense
 
 # Elements from which an input is processed in pieces, and of one piece: 1 MiB of float32. Smaller pieces stay in a
 # cache that is nearer, but the calls for each of them take longer than that saves.
@@ -294,7 +294,7 @@ def _may_look(x: Tensor) -> bool:
 
 def is_small(x: Tensor) -> bool:
     """Return whether `x` is so small that calls take the time, in no half precision, and values may be read."""
-    return 0 < x.numel() <= _SMALL and x.dim() > 0 and x.dtype in _FULL and _may_look(x)
+    return is_dense(x) and 0 < x.numel() <= _SMALL and x.dim() > 0 and x.dtype in _FULL and _may_look(x)
 
 
 def _in_pieces(x: Tensor, dim: int) -> bool:

@@ -49,7 +49,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn.functional import nll_loss
 
 from toolkit._checks import broadcasts, choice, index, number
-from toolkit._tensors import INTEGERS, bounded, kind_of, wide
+from toolkit._tensors import INTEGERS, bounded, dense, kind_of, wide
 from toolkit.blocks import block, is_quiet, stop_gradient
 from toolkit.softmax._differentiation import (
     cross_entropy_of_rows,
@@ -270,6 +270,7 @@ def _weights(b: Tensor, input: Tensor) -> Tensor:
     """Return the factors of exponentials in the shape of `input`."""
     if not isinstance(b, Tensor) or b.is_complex() or b.dtype == torch.bool:
         raise TypeError(f"`b` should be a tensor of real numbers. Found {kind_of(b)}.")
+    dense(b=b)
     _check_broadcasts(b, "b", input)
     return wide(b.to(input.dtype)).expand(input.shape)
 
@@ -414,6 +415,7 @@ def _smoothed(q: Tensor, smoothing: float, where: Tensor | None, dim: int) -> Te
 def _check_labels(labels: Tensor, logits: Tensor, dim: int) -> None:
     if not isinstance(labels, Tensor) or not (labels.dtype in INTEGERS or labels.is_floating_point()):
         raise TypeError(f"`labels` should be a tensor of integers, or of probabilities. Found {kind_of(labels)}.")
+    dense(labels=labels)
     logits.size(dim)  # raises IndexError
     shape = logits.shape
     expected = shape if labels.is_floating_point() else (*shape[:dim], *shape[dim:][1:])
@@ -425,6 +427,7 @@ def _class_weights(weight: Tensor, logits: Tensor, dim: int) -> Tensor:
     """Return the weights of the classes as a tensor that broadcasts to `logits`, in the type of the computation."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise TypeError(f"`weight` should be a floating-point tensor. Found {kind_of(weight)}.")
+    dense(weight=weight)
     if weight.shape != (logits.shape[dim],):
         raise ValueError(f"`weight` should have shape ({logits.shape[dim]},). Found {tuple(weight.shape)}.")
     return wide(weight.to(logits.dtype)).view([-1 if i == dim % logits.dim() else 1 for i in range(logits.dim())])
@@ -501,6 +504,7 @@ def check_floating(input: Tensor, argument: str) -> None:
         raise TypeError(f"`{argument}` should be a floating-point tensor. Found {kind_of(input)}.")
     if input.dtype.itemsize < 2:
         raise TypeError(f"`{argument}` should have at least 16 bits a number: `.half()`. Found {input.dtype}.")
+    dense(**{argument: input})
 
 
 def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:
@@ -508,6 +512,7 @@ def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:
     _checked(input, argument)
     if not isinstance(where, Tensor) or where.dtype != torch.bool:
         raise TypeError(f"`where` should be a boolean tensor. Found {kind_of(where)}.")
+    dense(where=where)
     _check_broadcasts(where, "where", input)
     return input.masked_fill(~where, -math.inf)
 

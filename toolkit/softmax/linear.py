@@ -39,7 +39,7 @@ from torch import Tensor, library
 from torch.compiler import is_compiling, is_exporting
 
 from toolkit._checks import broadcasts, choice, index, integer
-from toolkit._tensors import HALF, INTEGERS, autocasts, exact_products, kind_of
+from toolkit._tensors import HALF, INTEGERS, autocasts, dense, exact_products, kind_of
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
 from toolkit.softmax.functions import SHIFT, check_floating
 
@@ -146,6 +146,7 @@ def _check(
         check_floating(tensor, name)
     if not isinstance(labels, Tensor) or labels.dtype not in INTEGERS:
         raise TypeError(f"`labels` should be a tensor of integers. Found {kind_of(labels)}.")
+    dense(labels=labels, where=where)
     if where is not None and (not isinstance(where, Tensor) or where.dtype != torch.bool):
         raise TypeError(f"`where` should be a boolean tensor. Found {kind_of(where)}.")
     if weight.dim() != 2 or len(weight) == 0:

@@ -78,7 +78,7 @@ def certify_smoothing(
         batch_size: Number of noisy inputs in one call of the model.
 
     Raises:
-        TypeError: If `x` is not a floating-point tensor.
+        TypeError: If `x` is not a floating-point tensor, or the model does not return a tensor.
         ValueError: If `sigma`, `samples`, `samples_selection` or `batch_size` is not positive, `confidence` is not
             between 0 and 1, `x` is not a batch of samples, or the model does not return logits (B, C), or returns NaN.
 
@@ -135,6 +135,11 @@ def _votes(
         dtype = torch.promote_types(row.dtype, torch.float32)
         noise = torch.randn(size, *row.shape, generator=generator, device=generator.device, dtype=dtype)
         logits = model((row + sigma * noise.to(row.device)).to(row.dtype))
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"`model` should return logits, a tensor (B, C). Found {type(logits).__name__}: pick the logits in a "
+                "function, as in `lambda x: model(x)[0]`."
+            )
         if logits.dim() != 2 or len(logits) != size:
             raise ValueError(f"`model` should return logits of shape ({size}, C). Found {tuple(logits.shape)}.")
         if logits.isnan().any():

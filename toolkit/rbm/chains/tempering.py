@@ -310,7 +310,7 @@ def spread_temperatures(
         >>> spread_temperatures([0, 0.5, 1], torch.tensor([0.9, 0.7]))
         tensor([0.0000, 0.6667, 1.0000], dtype=torch.float64)
     """
-    betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64).cpu()
+    betas = as_temperatures(inverse_temperatures).cpu()
     if betas.ndim != 1 or len(betas) < 2:
         raise ValueError(f"`inverse_temperatures` should be at least two. Found {betas.tolist()}.")
     rejected = 1 - _check_rates(swap_rates, len(betas) - 1)
@@ -370,7 +370,7 @@ def adapt_temperatures(
         True
     """
     rounds, steps = integer("rounds", rounds), integer("steps", steps)
-    betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64).cpu()
+    betas = as_temperatures(inverse_temperatures).cpu()
     with no_graph():
         for length in (steps << doubled for doubled in range(rounds)):
             state, swap_rates = parallel_tempering(
@@ -433,8 +433,17 @@ def _marginal_probabilities(
     return (own[lower] + own[upper] - free_energy(lower, upper) - free_energy(upper, lower)).exp().clamp(max=1)
 
 
+def as_temperatures(inverse_temperatures: Tensor | Sequence[float]) -> Tensor:
+    """Return inverse temperatures as float64; raise a TypeError if they are no numbers."""
+    try:
+        return torch.as_tensor(inverse_temperatures, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        found = type(inverse_temperatures).__name__
+        raise TypeError(f"`inverse_temperatures` should be a tensor or a list of numbers. Found {found}.") from None
+
+
 def _check_temperatures(inverse_temperatures: Tensor | Sequence[float], joint: Joint) -> Tensor:
-    betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64)
+    betas = as_temperatures(inverse_temperatures)
     increases = betas.ndim == 1 and len(betas) > 0 and bool((betas.diff() > 0).all())
     if not increases or not float(betas[0]) >= 0 or not float(betas[-1]) <= 1:
         raise ValueError(f"`inverse_temperatures` should increase from 0 or more to 1 or less. Found {betas.tolist()}.")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from toolkit._checks import choice, integer
 from toolkit._random import check_generator
+from toolkit._tensors import dense
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS, exact_samples, log_partition, model_statistics
 from toolkit.rbm.machine.joint import Joint
@@ -385,6 +386,7 @@ def base_rate_bias(data: Tensor) -> Tensor:
         tensor([-1.3863,  0.4055])
     """
     _check_tensor(data, "data")
+    dense(data=data)
     if data.ndim != 2 or not len(data):
         raise ValueError(f"`data` should have shape (N, V) with N > 0. Found {tuple(data.shape)}.")
     layer = Bernoulli(data[0])
@@ -412,6 +414,8 @@ def check_units(weights: Tensor, units: Tensor, argument: str, *, side: int = -2
         rows: Whether `units` should be a matrix with at least one row.
     """
     _check_tensor(units, argument)
+    if rows:
+        dense(**{argument: units})
     columns = weights.shape[side]
     if units.ndim < 1 or units.shape[-1] != columns or (rows and (units.ndim != 2 or not len(units))):
         expected = f"(N, {columns}) with N > 0" if rows else f"(*, {columns})"

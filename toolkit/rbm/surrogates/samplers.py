@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit.blocks import stop_gradient
 from toolkit.rbm.chains.langevin import HiddenInMoves, gibbs_langevin
 from toolkit.rbm.chains.state import TemperedState
-from toolkit.rbm.chains.tempering import Swaps, parallel_tempering
+from toolkit.rbm.chains.tempering import Swaps, as_temperatures, parallel_tempering
 from toolkit.rbm.chains.units import Chain
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.model import RBM
@@ -140,14 +140,14 @@ def tempered_contrastive_divergence(
         >>> loss.backward()
     """
     joint = checked_joint(rbm, data=data)
-    last = float(inverse_temperatures[-1])
-    if last != 1:
-        raise ValueError(f"`inverse_temperatures` should end with 1, the model. Found {last}.")
+    betas = as_temperatures(inverse_temperatures)
+    if betas.numel() and betas.flatten()[-1] != 1:
+        raise ValueError(f"`inverse_temperatures` should end with 1, the model. Found {betas.flatten()[-1].item()}.")
     with graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
         moved, swap_rates = parallel_tempering(
             joint,
             state,
-            inverse_temperatures=inverse_temperatures,
+            inverse_temperatures=betas,
             steps=steps,
             reference=reference,
             swaps=swaps,
