@@ -73,6 +73,31 @@ def test_the_worst_case_of_a_linear_model_has_the_radius_of_each_feature():
         torch.testing.assert_close(found, (X + epsilon * slope).clamp(0, 1))
 
 
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("attack", [partial(adv.deepfool, norm="linf"), adv.fab, _seeded(adv.fab, restarts=2)])
+def test_the_nearest_example_of_a_linear_model_is_measured_in_the_radius_of_each_feature(attack, rows):
+    """The least multiple of the radii with which the model errs, from where the gain in the box reaches the margin."""
+    weight = torch.randn(2, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    radii = torch.logspace(-3, 0, 9, dtype=torch.float64)[torch.randperm(9, generator=torch.Generator().manual_seed(3))]
+    epsilon = torch.stack([radii.roll(shift) for shift in range(rows)])
+    epsilon[:, 4] = 0
+    labels = (X @ weight.T).argmax(1)
+    slope = weight[1 - labels] - weight[labels]
+    margin = -(slope * X).sum(1, keepdim=True)
+    room = torch.where(slope > 0, 1 - X, X)
+    low, high = torch.zeros_like(margin), torch.full_like(margin, 100.0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = (slope.abs() * torch.minimum(middle * epsilon, room)).sum(1, keepdim=True) > margin
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    reachable = high[:, 0] < 99
+    assert reachable.sum() > 3
+    for factor, errs in ((1 + 1e-9, True), (1 - 1e-9, False)):
+        found = attack(lambda x: x @ weight.T, X, labels, epsilon=factor * high * epsilon)
+        assert ((found @ weight.T).argmax(1) != labels)[reachable].tolist() == [errs] * int(reachable.sum())
+        assert torch.equal(found[:, 4], X[:, 4])
+
+
 @pytest.mark.parametrize(("norm", "shape"), [("l2", (1, 9)), ("linf", (12, 8)), ("linf", (2, 9))])
 def test_radii_of_features_are_for_linf_and_of_the_shape_of_the_inputs(norm, shape):
     with pytest.raises(ValueError, match="`epsilon` should be one number or one per sample"):

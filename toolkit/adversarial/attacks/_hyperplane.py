@@ -17,12 +17,21 @@ __all__ = ["ORDER", "inner", "reach_together", "shortest_move"]
 ORDER: dict[Norm, float] = {"linf": torch.inf, "l2": 2, "l1": 1}
 
 
-def shortest_move(norm: Norm, point: Tensor, slope: Tensor, gain: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+def shortest_move(
+    norm: Norm,
+    point: Tensor,
+    slope: Tensor,
+    gain: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+    scale: Tensor | None = None,
+) -> Tensor:
     """Return the shortest d with ``slope . d = gain`` and ``lower <= point + d <= upper``, exactly.
 
-    The conditions of Karush, Kuhn and Tucker give ``|d_i| = min(t r_i, room_i)``, where the rate r_i is 1 in Linf and
-    ``|slope_i|`` in L2, and t is such that the gain is reached; in L1 the steepest coordinates use up their room one
-    after the other. If the hyperplane does not meet the box, d leads to the corner nearest to it.
+    The conditions of Karush, Kuhn and Tucker give ``|d_i| = min(t r_i, room_i)``, where the rate r_i is 1 in Linf, or
+    the scale of the feature, and ``|slope_i|`` in L2, and t is such that the gain is reached; in L1 the steepest
+    coordinates use up their room one after the other. If the hyperplane does not meet the box, d leads to the corner
+    nearest to it.
 
     Args:
         norm: The norm in which d is shortest.
@@ -31,6 +40,7 @@ def shortest_move(norm: Norm, point: Tensor, slope: Tensor, gain: Tensor, lower:
         gain: Change of ``slope . x`` to reach, (N,), of either sign.
         lower: Least value in the box.
         upper: Greatest value in the box.
+        scale: Units of the features in Linf, broadcast to `point`; 0 where a feature does not move. None: all are 1.
 
     Returns:
         The move d, (N, ...), in at least single precision. The set of coordinates on the box is not differentiated.
@@ -50,7 +60,8 @@ def shortest_move(norm: Norm, point: Tensor, slope: Tensor, gain: Tensor, lower:
     elif norm == "l2":
         length = reach_together(size, room, need, size)
     else:
-        length = reach_together((size > 0).to(dtype), room, need, size)
+        rate = (size > 0).to(dtype) if scale is None else (size > 0) * scale.to(dtype).expand_as(start).flatten(1)
+        length = reach_together(rate, room, need, size)
     return length.view_as(slope) * towards
 
 

@@ -17,7 +17,7 @@ from toolkit._checks import integer
 from toolkit.adversarial.attacks._hyperplane import ORDER, inner, shortest_move
 from toolkit.adversarial.attacks._setting import AttackOptions, Pick, Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import without_label
-from toolkit.adversarial.balls import BallOptions, Norm, Region, ball_of, per_sample
+from toolkit.adversarial.balls import Ball, BallOptions, Norm, Region, ball_of, per_sample
 from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import by_row, column, norm_of, wide, width_remarked_on
 from toolkit.blocks import no_graph, variable
@@ -83,6 +83,8 @@ class Search:
         ball: The ball in which the result has to lie.
         radius: Radius of `ball`, (N,), float64; infinite if the distance has no limit.
         n_classes: Number of classes to consider, the label included.
+        scale: Units of the distance if the radius in Linf differs between features: these radii, float64, broadcast to
+            the inputs, and `radius` is 1. None: all units are 1.
     """
 
     attack: Setting
@@ -90,10 +92,13 @@ class Search:
     ball: Region
     radius: Tensor
     n_classes: int
+    scale: Tensor | None = None
 
     def rows(self, index: Tensor) -> Search:
         """Return the search of some samples."""
-        return replace(self, attack=self.attack.rows(index), ball=self.ball.rows(index), radius=self.radius[index])
+        scale = None if self.scale is None else self.scale.expand(self.attack.x.shape)[index]
+        attack, ball = self.attack.rows(index), self.ball.rows(index)
+        return replace(self, attack=attack, ball=ball, radius=self.radius[index], scale=scale)
 
     def start(self) -> tuple[Nearest, Tensor]:
         """Return the record that holds only the clean inputs, and their logits (N, C)."""
@@ -111,7 +116,9 @@ class Search:
         return others.topk(max(1, min(self.n_classes, logits.shape[1]) - 1), 1).indices
 
     def length(self, offset: Tensor) -> Tensor:
-        """Return the norm of every sample, (N,), float64."""
+        """Return the norm of every sample in the units of `scale`, (N,), float64."""
+        if self.scale is not None:
+            offset = offset / self.scale.masked_fill(self.scale == 0, 1)
         size: Tensor = torch.linalg.vector_norm(offset.flatten(1), ORDER[self.norm], 1, dtype=torch.float64)
         return size
 
@@ -139,7 +146,13 @@ class Search:
 
     def to_plane(self, point: Tensor, slope: Tensor, gain: Tensor) -> Tensor:
         """Return the shortest move from `point` that gains this much along `slope`, inside of the box."""
-        return shortest_move(self.norm, point, slope, gain, self.attack.ball.lower, self.attack.ball.upper)
+        box = self.attack.ball
+        return shortest_move(self.norm, point, slope, gain, box.lower, box.upper, self.scale)
+
+    def threat(self, radius: Tensor) -> Ball:
+        """Return the ball with another radius for each sample, (N,)."""
+        x, threat = self.attack.x, self.attack.threat
+        return replace(threat, epsilon=radius if self.scale is None else column(radius, x) * self.scale.expand(x.shape))
 
     def margin(self, logits: Tensor, slope: Tensor, point: Tensor) -> Tensor:
         """Return the smallest logit margin (N,) to aim at beyond a boundary, so as to be beyond it after rounding."""
@@ -273,8 +286,8 @@ class MinimalOptions(AttackOptions, total=False):
     """The keywords of attacks that look for the nearest adversarial example.
 
     Attributes:
-        epsilon: Radius of the ball in which the result has to lie; examples that are farther are projected. None, the
-            default: no limit.
+        epsilon: Radius of the ball in which the result has to lie; examples that are farther are projected. With a
+            radius for each feature, the distance is measured in these radii. None, the default: no limit.
         norm: Norm of the distance and of the ball.
         n_classes: Number of classes to consider, 10 by default: those with the largest logits, the label included.
     """
@@ -309,12 +322,18 @@ def minimal_search(
     threat = ball_of(**options)
     with setting(model, x, labels, targets=targets, logits=logits, ball=replace(threat, epsilon=None)) as attack:
         radius = torch.full(attack.x.shape[:1], torch.inf, dtype=torch.float64, device=attack.x.device)
+        scale = None
         if threat.epsilon is not None:
             sizes = per_sample("epsilon", threat.epsilon, attack.x, by_feature=threat.has_features)
-            radius = sizes.flatten(1).amin(1).expand_as(radius)  # inside of it no example is projected
+            if sizes[:1].numel() > 1:
+                scale, sizes = sizes, sizes.new_ones(())
+                still, box = scale == 0, attack.ball
+                lower, upper = (torch.where(still, box.x, side) for side in (box.lower, box.upper))
+                attack = replace(attack, ball=replace(box, lower=lower, upper=upper))
+            radius = sizes.flatten().expand_as(radius)
         ball = attack.ball if threat.epsilon is None else threat.around(attack.x)
         with width_remarked_on(threat.epsilon, threat.norm, threat.bounds, attack.x[:1].numel()):
-            yield Search(attack, threat.norm, ball, radius, n_classes)
+            yield Search(attack, threat.norm, ball, radius, n_classes, scale)
 
 
 def check_only_l2(attack: str, norm: str) -> None:

@@ -6,7 +6,6 @@ N samples, each of shape (...), C classes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -118,7 +117,7 @@ def _start(search: Search, nearest: Nearest, generator: torch.Generator) -> Tens
     with no_graph():
         tried = search.length(nearest.example.double() - search.attack.x.double())
         radius = torch.minimum(torch.where(nearest.is_found, nearest.distance, tried), search.radius) / 2
-        return replace(search.attack.threat, epsilon=radius).around(search.attack.x).sample(generator)
+        return search.threat(radius).around(search.attack.x).sample(generator)
 
 
 def _step(
