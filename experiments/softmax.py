@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from toolkit import block, stop_gradient
-from toolkit.datasets import digits
+from toolkit.datasets import Dataset, digits
 from toolkit.runner import ExperimentConfig, Objective, Run
 from toolkit.softmax import cross_entropy
 
@@ -138,9 +139,9 @@ def _calibrate_digits(config: Config, seed: int) -> Run:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config.dtype)
     data = digits(dtype=dtype)
-    train, calibrate, test = torch.randperm(len(data.labels), generator=generator).split([797, 500, 500])
+    _, calibrate, test = _parts(data, generator)
 
-    classifier = _trained_classifier(data.inputs[train], data.labels[train])
+    classifier = _trained_classifier(dtype, seed)
     images = data.inputs[calibrate].repeat(config.copies, 1)
     images = images + config.noise * torch.randn(images.shape, generator=generator, dtype=dtype)
     device = torch.device(config.device)
@@ -181,10 +182,8 @@ def _fit_synthetic(config: Config, seed: int) -> Run:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config.dtype)
     device = torch.device(config.device)
-    inputs = torch.randn(config.n_samples, config.n_features, generator=generator, dtype=dtype)
-    truth = torch.randn(config.n_features, config.n_classes, generator=generator, dtype=dtype)
-    labels = torch.multinomial(torch.softmax(inputs @ truth, -1), 1, generator=generator).squeeze(-1)
-    best = maximum_likelihood(inputs, labels, config.n_classes)
+    inputs, labels = _synthetic(config.n_samples, config.n_features, config.n_classes, dtype, generator)
+    best = _best(config.n_samples, config.n_features, config.n_classes, dtype, seed)
     inputs, labels = inputs.to(device), labels.to(device)
 
     # Not zeros, which would tie all classes: a tie hides which class the maximum's gradient goes to.
@@ -219,8 +218,31 @@ def _fit_synthetic(config: Config, seed: int) -> Run:
     )
 
 
-def _trained_classifier(inputs: Tensor, labels: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the logits of softmax regression after full-batch training; plain torch, nothing random."""
+def _synthetic(
+    n_samples: int, n_features: int, n_classes: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(n_samples, n_features, generator=generator, dtype=dtype)
+    truth = torch.randn(n_features, n_classes, generator=generator, dtype=dtype)
+    return inputs, torch.multinomial(torch.softmax(inputs @ truth, -1), 1, generator=generator).squeeze(-1)
+
+
+@lru_cache(maxsize=1)  # every variant builds its run again
+def _best(n_samples: int, n_features: int, n_classes: int, dtype: torch.dtype, seed: int) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    return maximum_likelihood(*_synthetic(n_samples, n_features, n_classes, dtype, generator), n_classes)
+
+
+def _parts(data: Dataset, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Return the indices of the images to train the classifier, to calibrate it, and to test it."""
+    return torch.randperm(len(data.labels), generator=generator).split([797, 500, 500])
+
+
+@lru_cache(maxsize=1)  # every variant builds its run again
+def _trained_classifier(dtype: torch.dtype, seed: int) -> Callable[[Tensor], Tensor]:
+    """Return the logits of softmax regression after full-batch training; plain torch."""
+    data = digits(dtype=dtype)
+    train, *_ = _parts(data, torch.Generator().manual_seed(seed))
+    inputs, labels = data.inputs[train], data.labels[train]
     weight = torch.zeros(inputs.shape[1], 10, dtype=inputs.dtype, requires_grad=True)
     bias = torch.zeros(10, dtype=inputs.dtype, requires_grad=True)
     optimizer = torch.optim.Adam([weight, bias], lr=0.1)

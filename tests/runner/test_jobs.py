@@ -1,6 +1,7 @@
 """Units: side by side they leave the same records, none is lost, none runs twice, and no failure ends the others."""
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -202,6 +203,118 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_training(tmp_path):
     assert done.stderr == (
         f"error: `--results` should be a folder that can be written to. Found {results}: Not a directory.\n"
     )
+
+
+@contextlib.contextmanager
+def _obeying_permissions():
+    """Give up the right of root to read and write any file, in this thread; skip if that is not possible.
+
+    `capset` takes three sets of capabilities, of which the first is in effect, each of two words.
+    """
+    if os.geteuid() != 0:
+        yield
+        return
+    library, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    if library.capget(header, sets):
+        pytest.skip("root's rights cannot be read")
+    in_effect = sets[0]
+    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    if library.capset(header, sets):
+        pytest.skip("root's rights cannot be given up")
+    try:
+        yield
+    finally:
+        sets[0] = in_effect
+        library.capset(header, sets)
+
+
+@pytest.fixture
+def locked():
+    """Return a function that takes permissions from a path, until the end of the test."""
+    changed = []
+
+    def lock(path, mode):
+        changed.append((path, path.stat().st_mode))
+        path.chmod(mode)
+
+    with _obeying_permissions():
+        yield lock
+    for path, mode in reversed(changed):
+        path.chmod(mode)
+
+
+def _invoked(*words, code):
+    done = CliRunner().invoke(main, [*map(str, words)])
+    assert done.exit_code == code, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return [line for line in done.stderr.splitlines() if line.startswith("error")]
+
+
+def test_a_read_only_folder_is_found_before_the_training(tmp_path, locked):
+    (results := tmp_path / "results").mkdir()
+    locked(results, 0o555)
+    path, says = toy.install("toy_read_only", tmp_path), "`--results` should be a folder that can be written to"
+    for command in (["run", path], ["zoo"]):
+        assert _invoked(*command, "--results", results, code=2) == [
+            f"error: {says}. Found {results}: Permission denied."
+        ]
+    assert not list(results.iterdir())
+
+
+@pytest.mark.parametrize(("name", "depth", "mode"), [("toy_closed", 0, 0o555), ("toy_sealed", 1, 0)])
+def test_a_folder_of_records_that_cannot_be_written_does_not_end_the_others(tmp_path, locked, name, depth, mode):
+    paths = [toy.install(f"{name}_not", tmp_path), toy.install(name, tmp_path)]
+    folder = folder_of(load_config(paths[1]), tmp_path)
+    folder.mkdir(parents=True)
+    locked([folder, folder.parent][depth], mode)
+    options = ["--jobs", "1", "--results", tmp_path, "--set", "seeds=1"]
+    (error,) = _invoked("run", *paths, *options, code=1)
+    assert error.startswith(f"error: {paths[1]}: seed 0: the record cannot be written: [Errno 13] Permission denied")
+    assert [record.data["name"] for record in _records(tmp_path)] == [f"{name}_not"]
+
+
+def test_records_in_a_read_only_folder_are_reported_elsewhere(tmp_path, locked):
+    _run(toy.install("toy_archive", tmp_path), results := tmp_path / "results", "--jobs", "1")
+    locked(results / "pages", 0o555)
+    assert _invoked("report", "--results", results, code=1) == [
+        f"error: {results}: the report cannot be written: Permission denied; `--single FILE` writes to another place"
+    ]
+    assert not _invoked("report", "--results", results, "--single", tmp_path / "one.html", code=0)
+
+
+def test_a_record_that_may_not_be_read_is_named_and_not_called_missing(tmp_path, locked):
+    for name in ("toy_public", "toy_secret"):
+        _run(toy.install(name, tmp_path), results := tmp_path / "results", "--jobs", "1", "--set", "seeds=1")
+    for part in ("*/seed-000/gradients.safetensors", "*/seed-000/record.json", "*/seed-000", "*", ""):
+        (path,) = (results / "toy_secret").glob(part) if part else [results / "toy_secret"]
+        locked(path, 0)
+        (error,) = _invoked("report", "--results", results, code=1)
+        assert error.startswith(f"error: {path}")
+        assert error.endswith(": cannot be read: Permission denied")
+        assert [record.data["name"] for record in _records(results)] == ["toy_public"]
+
+
+def test_other_users_may_read_a_record_if_new_files_are_theirs_to_read(tmp_path):
+    old = os.umask(0o022)
+    try:
+        _run(toy.install("toy_shared", tmp_path), tmp_path, "--jobs", "1", "--set", "seeds=1")
+    finally:
+        os.umask(old)
+    (seed,) = tmp_path.glob("toy_shared/*/seed-000")
+    assert {file.name: file.stat().st_mode & 0o777 for file in seed.iterdir()} == {
+        "gradients.safetensors": 0o644,
+        "record.json": 0o644,
+    }
+
+
+def test_a_full_disk_ends_the_zoo_with_a_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("toolkit.runner._zoo.read_programs", lambda folder: [])
+    monkeypatch.setattr("toolkit.runner._records.write_zoo", full)
+    (error,) = _invoked("zoo", "--results", tmp_path, code=1)
+    assert error == f"error: {tmp_path}: the record and the page cannot be written: No space left on device"
 
 
 def test_a_unit_whose_process_is_killed_runs_again(tmp_path):

@@ -225,8 +225,11 @@ def zoo(folder: Path, results: Path) -> None:
         click.echo(f"{program['name']}: {program['title']}")
         for complaint in program["buggy"]["complaints"]:
             click.echo(f"    {complaint}")
-    write_zoo(results, examined)
-    write_site(results, ())
+    try:
+        write_zoo(results, examined)
+        write_site(results, ())
+    except OSError as error:
+        _stop(f"{results}: the record and the page cannot be written: {error.strerror}", 1)
     wrong = [f"{program['name']}: no bug was found" for program in examined if not program["buggy"]["complaints"]]
     wrong += [f"{program['name']}: blamed without its bug" for program in examined if program["fixed"]["complaints"]]
     if wrong:
@@ -245,13 +248,17 @@ def report(results: Path, single: Path | None) -> None:
     from toolkit.runner._records import damaged_records, read_all, read_zoo
     from toolkit.runner._site import write_single, write_site
 
-    records, programs, damaged = read_all(results), read_zoo(results), damaged_records(results)
+    try:
+        records, programs, damaged = read_all(results), read_zoo(results), damaged_records(results)
+    except OSError as error:
+        _stop(f"{error.filename}: cannot be read: {error.strerror}", 2)
     if not records and not programs:
         _stop("\n".join(damaged) or f"{results}: no records there; run a config first", 2)
     try:
         page = write_single(records, single, programs) if single else write_site(results)
     except OSError as error:
-        _stop(str(error), 1)
+        elsewhere = "" if single else "; `--single FILE` writes to another place"
+        _stop(f"{single or results}: the report cannot be written: {error.strerror}{elsewhere}", 1)
     click.echo(f"report of {_count(records, 'config')}: {page.resolve()}")
     if damaged:
         _stop("\n".join(damaged), 1)

@@ -157,7 +157,12 @@ class _Run:
     def _claim(self, unit: Unit) -> bool:
         """Claim a unit, so that no other run takes it, and return whether it has to run."""
         claim = self._claims[unit] = contextlib.ExitStack()
-        mine = claim.enter_context(claimed(unit.folder(self._root), unit.seed))
+        try:
+            mine = claim.enter_context(claimed(unit.folder(self._root), unit.seed))
+        except OSError as reason:  # no record could be kept
+            self.errors.append(_unwritable(unit, reason))
+            self._progress.end(str(unit), "failed")
+            return False
         if mine and (self._force or not self._is_finished(unit)):
             return True
         claim.close()
@@ -186,7 +191,7 @@ class _Run:
             try:
                 write(unit.folder(self._root), unit.seed, *answer.values)
             except Exception as reason:
-                error = f"{unit.path}: seed {unit.seed}: the record cannot be written: {reason}"
+                error = _unwritable(unit, reason)
         self.errors += [error] if error else []
         return not error
 
@@ -205,6 +210,10 @@ def _merged(errors: Sequence[str]) -> list[str]:
         f"{place}: seed{'s' * (len(failed) > 1)} {', '.join(sorted(failed, key=int))}: {reason}" if failed[0] else place
         for (place, reason), failed in seeds.items()
     ]
+
+
+def _unwritable(unit: Unit, reason: Exception) -> str:
+    return f"{unit.path}: seed {unit.seed}: the record cannot be written: {reason}"
 
 
 def _was_killed(future: Future[Answer]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -143,9 +144,19 @@ def lacks_seconds(folder: Path, seed: int) -> bool:
     return any(variant["seconds_per_step"] is None for variant in found.data["variants"].values())
 
 
-def _seeds(folder: Path) -> list[Path]:
-    """Return the folders of records below a folder, in the order of their seeds."""
-    return sorted(path for path in folder.rglob("seed-*") if re.fullmatch(r"seed-\d{3,}", path.name))
+def _read_below(folder: Path) -> dict[Path, Record | Damage]:
+    """Return the records below a folder, in the order of their seeds, and the folders that cannot be read."""
+    unreadable: list[OSError] = []
+    seeds = [
+        Path(path) for path, *_ in os.walk(folder, onerror=unreadable.append) if re.search(r"[/\\]seed-\d{3,}$", path)
+    ]
+    found = {path: _read(path) for path in sorted(seeds)}
+    found.update({Path(error.filename): Damage(_unreadable(error)) for error in unreadable})
+    return found
+
+
+def _unreadable(error: OSError) -> str:
+    return f"{error.filename}: cannot be read: {error.strerror}"
 
 
 def _seed(folder: Path, seed: int) -> Path:
@@ -161,7 +172,8 @@ def write_record(folder: Path, seed: int, data: Mapping[str, Any], gradients: Ma
     unfinished.mkdir()
     _write_json(unfinished / "record.json", data)
     arrays = {key: np.ascontiguousarray(value) for key, value in gradients.items()}
-    safetensors.numpy.save_file(arrays, unfinished / "gradients.safetensors")
+    # `save_file` makes a file that no other user can read.
+    (unfinished / "gradients.safetensors").write_bytes(safetensors.numpy.save(arrays))
     for file in unfinished.iterdir():
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
@@ -231,26 +243,27 @@ def read_all(root: Path) -> list[ExperimentRecords]:
 
 def read_records(folder: Path) -> list[Record]:
     """Return the whole records of one folder, in the order of the seeds."""
-    return [record for record in map(_read, _seeds(folder)) if isinstance(record, Record)]
+    return [record for record in _read_below(folder).values() if isinstance(record, Record)]
 
 
 def damaged_records(root: Path) -> list[str]:
     """Return a sentence about each damaged record in a results folder, or in a part of it."""
-    found = map(_read, _seeds(root))
     zoo = [_read_zoo(root / "zoo.json")] if (root / "zoo.json").is_file() else []
-    return [one.sentence for one in (*found, *zoo) if isinstance(one, Damage)]
+    return [one.sentence for one in (*_read_below(root).values(), *zoo) if isinstance(one, Damage)]
 
 
 def _of_name(name: str, folder: Path) -> list[ExperimentRecords]:
     """Return the records of the configs with one file name: configs in several folders differ in their titles."""
-    seeds = {path: _read(path) for path in _seeds(folder)}
-    damaged = [one.sentence for one in seeds.values() if isinstance(one, Damage)]
+    found = _read_below(folder)
+    damaged = [one.sentence for one in found.values() if isinstance(one, Damage)]
+    of_values: dict[Path, list[Record]] = {}
+    for path, one in found.items():
+        if isinstance(one, Record):
+            of_values.setdefault(path.parent, []).append(one)
     groups: dict[str, list[list[Record]]] = {}
-    for values in sorted(path for path in folder.iterdir() if path.is_dir()):
-        records = [one for path, one in seeds.items() if values in path.parents and isinstance(one, Record)]
-        if records:
-            groups.setdefault(records[-1].data.get("config", {}).get("title", ""), []).append(records)
-    return [_chosen(name, found, damaged) for _, found in sorted(groups.items())]
+    for _, records in sorted(of_values.items()):
+        groups.setdefault(records[-1].data.get("config", {}).get("title", ""), []).append(records)
+    return [_chosen(name, of_title, damaged) for _, of_title in sorted(groups.items())]
 
 
 def _chosen(name: str, groups: list[list[Record]], damaged: list[str]) -> ExperimentRecords:
@@ -314,7 +327,7 @@ def environment(threads: int) -> dict[str, Any]:
     """Return the provenance of a report's numbers: commit, versions, machine."""
     return {
         "git": _git(),
-        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "versions": {"python": platform.python_version(), **_versions()},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "processor": _processor(),
@@ -328,9 +341,11 @@ def _read(folder: Path) -> Record | Damage:
     """Return the record of a seed, or its damage."""
     try:
         data = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        gradients = safetensors.numpy.load_file(folder / "gradients.safetensors")
+        gradients = safetensors.numpy.load((folder / "gradients.safetensors").read_bytes())
     except FileNotFoundError as error:
         return Damage(f"{folder}: {Path(error.filename or 'gradients.safetensors').name} is missing: {_AGAIN}")
+    except PermissionError as error:
+        return Damage(_unreadable(error))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         return Damage(f"{folder}: the record is damaged ({error}): {_AGAIN}")
     if not isinstance(data, dict) or ("schema" in data and "seed" not in data):
@@ -342,12 +357,16 @@ def _read(folder: Path) -> Record | Damage:
     return Record(data["seed"], data, gradients)
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield package, importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
+@functools.cache  # the commit at the first record: later ones are not of the code that this process has imported
 def _git() -> dict[str, Any] | None:
     here = Path(__file__).parent
 
@@ -361,6 +380,7 @@ def _git() -> dict[str, Any] | None:
         return None
 
 
+@functools.cache
 def _processor() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
