@@ -13,19 +13,19 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help run run-all test test-all test-newest test-portable mutants report docs bench atlas clean clean-venv
 
 help:
-	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
-	@echo 'make run-all     the same, with more seeds, and the long forms of the configs that make run shortens'
-	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
-	@echo 'make test-all    the same, with the slow tests'
-	@echo 'make test-newest  the types and the tests that are not slow, with the newest release of every package'
+	@echo 'make run            train every config, audit the bug zoo, draw the report'
+	@echo 'make run-all        the same, with more seeds and in long forms'
+	@echo 'make test           linter, types, tests, and examples of documents'
+	@echo 'make test-all       the same, with the slow tests'
+	@echo 'make test-newest    types and tests with the newest release of every package'
 	@echo 'make test-portable  the numerical tests, as on other machines'
-	@echo 'make mutants     break lines of the project, each of which a test has to notice'
-	@echo 'make report      draw the report again, from the records in results/'
-	@echo 'make docs        build the documentation into docs/_build/'
-	@echo 'make bench       measure this project beside its peers'
-	@echo 'make atlas       audit the losses of public packages, in a virtual environment of their own'
-	@echo 'make clean       delete caches and built documents; results/ and .venv stay'
-	@echo 'make clean-venv  delete .venv and .venv-newest'
+	@echo 'make mutants        break lines of the project; a test has to notice each'
+	@echo 'make report         draw the report again, from the records in results/'
+	@echo 'make docs           build the documentation into docs/_build/'
+	@echo 'make bench          measure this project beside its peers'
+	@echo 'make atlas          audit the losses of public packages, in a venv of its own'
+	@echo 'make clean          delete caches and built documents, not results/ or .venv'
+	@echo 'make clean-venv     delete .venv and .venv-newest'
 
 run: $(VENV)/installed-run
 	$(BIN)/stopgrad run configs
@@ -39,6 +39,9 @@ run-all: run
 	$(BIN)/stopgrad run configs/adversarial_steps.toml --set attack_steps=[1,2,5,10,20,40] --set steps=40 --set worst_starts=4 --set worst_steps=200
 	$(BIN)/stopgrad run configs/adversarial_overfitting.toml --set steps=800 --set ensemble=[0.1,0.3] --set seeds=3
 	$(BIN)/stopgrad run configs/adversarial_trades.toml --set steps=400 --set ensemble=[0.1,0.2,0.3]
+	$(BIN)/stopgrad run configs/bilevel_maml.toml configs/policy_gradient_digits.toml --set steps=200
+	$(BIN)/stopgrad run configs/policy_gradient_gridworld.toml configs/stochastic_importance.toml --set steps=100
+	$(BIN)/stopgrad run configs/rbm_bias.toml --set steps=540
 	$(BIN)/stopgrad run configs/adversarial_vat.toml --set steps=200 --set ensemble=[0.5,1.0]
 	$(BIN)/stopgrad run configs/rbm_bars_and_stripes.toml --set steps=3000
 	$(BIN)/stopgrad run configs/rbm_straight_through.toml --set steps=600 --set learning_rate=0.5

@@ -170,7 +170,7 @@ def _fit(
 ) -> dict[str, list[float]]:
     rbm = start()
     make = importlib.import_module(_ROOMS[name]).BernoulliRBM
-    fitted = make(n_components=rbm.n_hidden, random_state=seed).fit(images.cpu().numpy())
+    fitted = make(n_components=rbm.n_hidden, random_state=seed, verbose=0).fit(images.cpu().numpy())
     with torch.no_grad():
         rbm.weights.copy_(torch.as_tensor(fitted.components_).mT)
         rbm.visible_bias.copy_(torch.as_tensor(fitted.intercept_visible_))

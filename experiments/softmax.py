@@ -234,7 +234,8 @@ def _best(n_samples: int, n_features: int, n_classes: int, dtype: torch.dtype, s
 
 def _parts(data: Dataset, generator: torch.Generator) -> tuple[Tensor, ...]:
     """Return the indices of the images to train the classifier, to calibrate it, and to test it."""
-    return torch.randperm(len(data.labels), generator=generator).split([797, 500, 500])
+    train, calibrate, test = torch.randperm(len(data.labels), generator=generator).split([797, 500, 500])
+    return train, calibrate, test
 
 
 @lru_cache(maxsize=1)  # every variant builds its run again

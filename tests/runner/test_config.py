@@ -13,6 +13,7 @@ from toolkit.runner._choice import chosen_configs
 from toolkit.runner._command import main
 from toolkit.runner._config import ConfigError, load_config
 from toolkit.runner._discovery import experiment_folders
+from toolkit.runner._listing import keys_of
 
 NUMBERS = itertools.count()
 
@@ -152,6 +153,16 @@ def test_keys_are_listed_of_experiments_and_a_config_is_told_from_one():
     assert done.stderr.endswith("Found 'sofmax'; did you mean `stopgrad list softmax`?\n")
     assert CliRunner().invoke(main, ["list", "nothing"]).stderr.endswith("Found 'nothing'.\n")
     assert CliRunner().invoke(main, ["list", "em"]).stdout.startswith("Keys of a config with experiment = 'em'\n")
+
+
+def test_keys_are_listed_with_whole_values_in_lines_of_a_terminal():
+    lines = [line for name in sorted(experiment_folders(CONFIGS / "any.toml")) for line in _keys(name)]
+    assert [line for line in lines if len(line) > 80] == []
+    assert "'toolkit.rbm.BernoulliRBM'" in "\n".join(_keys("rbm"))  # without its module it is refused
+
+
+def _keys(name):
+    return keys_of(name, CONFIGS).splitlines()
 
 
 def test_an_unknown_block_is_named_with_the_nearest_one(config):

@@ -126,7 +126,7 @@ def _type(annotation: Any) -> str:
     """Return a type as a reader writes it, without the modules of its parts."""
     name = annotation.__name__ if type(annotation) is type else str(annotation)
     name = re.sub(r"Annotated\[([\w.]+), .*?\]\)\]", r"\1", name)
-    return re.sub(r"\b(?:typing|toolkit|experiments)[\w.]*\.|<class '|'>", "", name)
+    return re.sub(r"(?<!['\w.])(?:typing|toolkit|experiments)[\w.]*\.|<class '|'>", "", name)
 
 
 def _meaning(config: type, key: str) -> str:
@@ -139,4 +139,5 @@ def _meaning(config: type, key: str) -> str:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    return [f"  {name}", *textwrap.wrap(text, 74, initial_indent="      ", subsequent_indent="      ")]
+    heading = textwrap.wrap(name, 80, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+    return [*heading, *textwrap.wrap(text, 74, initial_indent="      ", subsequent_indent="      ")]
