@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from toolkit import audit, block, compare, is_blocked, scope, stop_gradient, stop_recording, unblock
 from toolkit.blocks import opened
 from toolkit.gradients import Comparison, Difference, Verdict
+from toolkit.gradients.memory import LiveBytes
 
 Parameters = Mapping[str, Tensor]
 Program = Callable[[Parameters], Tensor]
@@ -1394,3 +1395,23 @@ def test_a_module_names_its_parameters_also_where_an_optimizer_is_found_first() 
         return model(torch.ones(2, dtype=torch.float64)).sum()
 
     assert set(compare(loss).blocked) == {"model.weight", "model.bias"}
+
+
+def test_a_comparison_holds_at_most_three_gradients_beyond_a_plain_run() -> None:
+    torch.manual_seed(0)
+    layers, inputs = nn.ModuleList(nn.Linear(64, 64) for _ in range(16)), torch.randn(20, 64)
+
+    def loss(stop: Callable[[Tensor, str], Tensor]) -> Tensor:
+        hidden = inputs
+        for index, layer in enumerate(layers):
+            hidden = layer(hidden).tanh() + stop(hidden, f"three.layer{index}")
+        return hidden.square().mean()
+
+    def peak(run: Callable[[], object]) -> int:
+        with LiveBytes() as live:
+            run()
+        return live.peak
+
+    beyond = peak(lambda: compare(lambda: loss(stop_gradient), layers))
+    beyond -= peak(lambda: torch.autograd.grad(loss(lambda hidden, _: hidden.detach()), list(layers.parameters())))
+    assert beyond <= 3 * sum(parameter.nbytes for parameter in layers.parameters())

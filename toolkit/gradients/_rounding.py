@@ -39,6 +39,8 @@ class Rounding:
         """Judge by these answers; `squares`: the squared norm of each parameter's blocked gradient, (P,)."""
         self._answers, self._squares = answers, squares
         self._params, self._blocked = answers.params, answers.plain.gradients
+        self._arrived: list[tuple[str, GradientEdge, Tensor]] | None = None
+        self._forgotten = set[str]()
 
     def verdict(self, names: Sequence[str], leak: Leak, rows: Floats) -> Verdict:
         """Return the verdict of these blocks from their leak and the products of each parameter."""
@@ -77,7 +79,8 @@ class Rounding:
         """
         if not self._is_resolved:
             return False
-        whole, opened, blocked = map(math.sqrt, rows.sum(0)[[0, 2, 3]].tolist())
+        whole, _, opened, blocked = rows.sum(0).tolist()
+        whole, opened, blocked = math.sqrt(whole), math.sqrt(opened), math.sqrt(blocked)
         if whole > self._answers.precision**0.6 * max(opened, blocked):
             return True
         if not self._answers.answers_at_once(names):
@@ -87,8 +90,7 @@ class Rounding:
         if not large:  # more than a hundred parameters, with a small share each
             return False
         last = max(large)[1]
-        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals_of_a_part if name in names]
-        edges, cotangents = zip(*arrived, strict=True)
+        edges, cotangents = zip(*self._arrivals_of_a_part(names), strict=True)
         with self._answers.passing(names):
             part = self._derivative(edges, last, cotangents)
         moved = flat(part).double() * _PART - leak.parts[last].double()
@@ -179,9 +181,17 @@ class Rounding:
                 break
         return noise
 
-    @cached_property
-    def _arrivals_of_a_part(self) -> list[tuple[str, GradientEdge, Tensor]]:
-        return self._answers.arrivals(1 / _PART)
+    def _arrivals_of_a_part(self, names: Sequence[str]) -> list[tuple[GradientEdge, Tensor]]:
+        """Return the cotangents of a part of the loss that arrive at these blocks, with the edges behind the blocks."""
+        if self._arrived is None or not self._forgotten.isdisjoint(names):
+            self._arrived, self._forgotten = self._answers.arrivals(1 / _PART), set()
+        return [(edge, cotangent) for name, edge, cotangent in self._arrived if name in names]
+
+    def forget_arrivals(self, block: str) -> None:
+        """Free the cotangents at a block that has its verdict."""
+        if self._arrived is not None:
+            self._arrived = [arrival for arrival in self._arrived if arrival[0] != block]
+            self._forgotten.add(block)
 
     @cached_property
     def _blocked_norm(self) -> float:

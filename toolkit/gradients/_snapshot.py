@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import has_storage, no_graph
 from toolkit.gradients._holders import put_back
@@ -218,6 +219,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
         return False
     if isinstance(a, FakeTensor):  # without values
         return True
+    if a.layout is torch.strided and not a.is_nested:
+        return _same_numbers(a, b)
     return all(map(_same_numbers, _components(a), _components(b)))
 
 
@@ -235,7 +238,8 @@ class RandomState:
     """The states of the global generators and of those given, to be restored."""
 
     def __init__(self, generators: list[Any]) -> None:
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
+        self._numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the other form takes 100 us
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._generators = [(generator, _get_state(generator)) for generator in generators]
 
@@ -243,7 +247,7 @@ class RandomState:
         """Return whether all draws will be the same."""
         return (
             self._python == other._python
-            and all(map(np.array_equal, self._numpy, other._numpy))
+            and all(map(np.array_equal, tree_leaves(self._numpy), tree_leaves(other._numpy)))
             and torch.equal(self._torch, other._torch)
             and not (self._cuda or other._cuda or self._generators or other._generators)
         )

@@ -333,6 +333,7 @@ class Comparison:
                 fails = "" if isinstance(error, Closed) else "opened, the program fails: "
                 self.unopened[name] = fails + sentence(error)
                 continue
+            self._rounding.forget_arrivals(name)
             if len(self._names) > 1:
                 _add(total, leak.parts)
             del leak
@@ -352,6 +353,7 @@ class Comparison:
         with unobserved():
             for parameter, part in leak.parts.items():
                 total[parameter] = total[parameter].sub_(part) if parameter in total else part
+        del leak
         largest = max((size for size in sizes if size == size), default=math.nan)
         self.interaction = norm(total.values()) / largest if largest else 0.0
 
@@ -390,7 +392,7 @@ class Comparison:
 
     def _judge(self, names: Sequence[str], leak: Leak) -> _Judged:
         rows = self._products(leak)
-        return _Judged(names, self._rounding.verdict(names, leak, rows), np.vstack([rows.sum(0), rows]))
+        return _Judged(names, self._rounding.verdict(names, leak, rows), np.concatenate([rows.sum(0)[None], rows]))
 
     def _effects(self, judged: Sequence[_Judged]) -> list[BlockEffect]:
         """Return the effects of sets of blocks, with the numbers of all of them at once."""

@@ -184,7 +184,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
 def norms(tensors: Iterable[Tensor]) -> list[float]:
     """Return the Euclidean norm of the numbers of each tensor."""
     with unobserved():
-        return [flat(tensor).double().norm().item() for tensor in tensors]
+        return [torch.linalg.vector_norm(flat(tensor).double()).item() for tensor in tensors]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
