@@ -694,7 +694,8 @@ def test_stops_outside_of_the_graph_are_counted_and_listed():
     assert f"ran outside of the graph of this loss: {listed}" in answer.text().splitlines()
     assert answer.to_dict()["off_graph"] == answer.off_graph
     drawn = page(answer, "step", "command")
-    assert drawn.count("It ran outside of the graph of this loss, no path of which crosses it.") == 2
+    assert "<h2>Not opened</h2>" in drawn.partition("<h2>Outside of the graph</h2>")[0]
+    assert drawn.count("It ran, and no path of this loss crosses it.") == 2
     assert logged > 0
 
 

@@ -18,7 +18,7 @@ __all__ = ["page"]
 
 _LINES_AROUND = 3
 
-_OFF_GRAPH = "it ran outside of the graph of this loss, no path of which crosses it"
+_OFF_GRAPH = "it ran, and no path of this loss crosses it"
 
 # From this number of parameters on, their table is folded.
 _MOST_ROWS_SHOWN = 4
@@ -37,13 +37,12 @@ def page(found: Audit, title: str, command: str) -> str:
     unopened = [(entry.kind, entry.site, entry.reason) for entry in found.unopened]
     escapes = [(entry.kind, entry.site, "the value leaves the graph") for entry in found.escapes]
     off_graph = [(found.kinds[place], place, _OFF_GRAPH) for place in found.off_graph]
-    others = "".join(_other(found, *entry) for entry in [*unopened, *off_graph, *escapes])
     return _PAGE.format(
         style=_STYLE,
         title=_text(title),
         summary=_summary(found),
         effects=effects or "<p>Nothing in this program stops a gradient that could be opened.</p>",
-        others=f"<h2>Not opened</h2>{others}" if others else "",
+        others=_others(found, "Not opened", [*unopened, *escapes]) + _others(found, "Outside of the graph", off_graph),
         graph=_graph(found),
         command=_text(command),
         versions=_text(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"),
@@ -152,6 +151,11 @@ def _arrows(difference: Difference) -> str:
         '<svg class="arrows" viewBox="-50 -52 100 104" role="img" aria-label="blocked and open gradient">'
         f'<circle r="48" class="rim"/>{lines}</svg>'
     )
+
+
+def _others(found: Audit, title: str, entries: list[tuple[str, str, str]]) -> str:
+    shown = "".join(_other(found, *entry) for entry in entries)
+    return f"<h2>{title}</h2>{shown}" if shown else ""
 
 
 def _other(found: Audit, kind: str, place: str, reason: str) -> str:
