@@ -672,6 +672,11 @@ def test_an_implicit_sample_where_the_density_underflows_has_no_gradient():
     assert slope == 0
 
 
+def test_a_distribution_without_a_distribution_function_is_refused():
+    with pytest.raises(ValueError, match=r"^`distribution` should have a distribution function, `cdf`. Found Beta\.$"):
+        implicit_sample(torch.distributions.Beta(2.0, 3.0), torch.tensor(0.3))
+
+
 @pytest.mark.parametrize("q", [Bernoulli(0.3), Independent(Normal(torch.zeros(2), 1.0), 1)], ids=["discrete", "vector"])
 def test_only_continuous_scalars_have_implicit_samples(q):
     with pytest.raises(ValueError, match=r"^`distribution` should be continuous with scalar events\. Found"):

@@ -107,8 +107,8 @@ def implicit_sample(distribution: Distribution, value: Tensor) -> Tensor:
         The same samples, (\*). The gradient is 0 where the density underflows.
 
     Raises:
-        ValueError: If the distribution is discrete, its events are not scalars, or `value` does not have its batch
-            shape as last dimensions.
+        ValueError: If the distribution is discrete, its events are not scalars, torch has no ``cdf`` of it, or `value`
+            does not have its batch shape as last dimensions.
 
     References:
         Figurnov, Mohamed & Mnih, "Implicit reparameterization gradients", 2018.
@@ -126,7 +126,11 @@ def implicit_sample(distribution: Distribution, value: Tensor) -> Tensor:
         shapes = f"{tuple(distribution.batch_shape)} of the distribution. Found {tuple(value.shape)}"
         raise ValueError(f"`value` should have a shape that ends with the batch shape {shapes}.")
     point = stop_gradient(value, IMPLICIT_POINT)
-    cdf = distribution.cdf(point)
+    try:
+        cdf = distribution.cdf(point)
+    except NotImplementedError as error:
+        found = type(distribution).__name__
+        raise ValueError(f"`distribution` should have a distribution function, `cdf`. Found {found}.") from error
     density = stop_gradient(distribution.log_prob(point).exp(), IMPLICIT_DENSITY)
     step = (cdf - stop_gradient(cdf, IMPLICIT_CDF)) / density.clamp_min(torch.finfo(density.dtype).tiny)
     return stop_gradient(value, IMPLICIT_SAMPLE) - step
