@@ -14,7 +14,7 @@ from sklearn import datasets as bundled
 from sklearn.exceptions import ConvergenceWarning
 from test_em_engine import far_and_narrow
 from torch.utils.data import DataLoader, TensorDataset
-from values import Frame
+from values import Frame, seeded
 
 from toolkit._data import choose, generator_of
 from toolkit._progress import Progress
@@ -1210,6 +1210,22 @@ def test_samples_far_away_are_not_expanded():
     model = GaussianMixture(2, covariance_type="diag", random_state=0).fit(clusters(300, 2, 2))
     x = torch.tensor([[1e9, 1e9], [0.0, 0.0]], dtype=torch.float64)
     assert torch.equal(density.log_joint(model.parameters_, x), model.parameters_.log_joint(x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "outlier"), [(torch.float32, 1e10), (torch.float32, 1e20), (torch.float64, 1e20), (torch.float64, 1e30)]
+)
+@pytest.mark.parametrize("kind", ["tied", "diag", "spherical"])
+def test_an_outlier_that_hides_the_other_samples(kind, dtype, outlier):
+    x = torch.randn(60, 3, generator=seeded(), dtype=dtype)
+    hidden = torch.cat([x, torch.full((1, 3), outlier, dtype=dtype)])
+    with pytest.raises(ValueError, match=r"no outlier beside which|should be positive definite"):
+        fit(hidden, 2, covariance_type=kind, generator=seeded())
+    with pytest.raises(ValueError, match=r"no outlier beside which|should be positive definite"):
+        GaussianMixture(2, covariance_type=kind, random_state=0).fit(hidden)
+    repeated = 1e3 * x[:6].repeat(10, 1)  # components as narrow, of which rounding hides nothing
+    with pytest.warns(CollapseWarning):
+        GaussianMixture(6, covariance_type=kind, random_state=0).fit(repeated)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e20])

@@ -33,8 +33,9 @@ from toolkit.em.engine.small import SmallData, SmallMixture, is_small
 from toolkit.em.engine.starts import Init, check_given, check_tensor, choose_starts
 from toolkit.em.engine.statistics import MomentsPrior
 from toolkit.em.gaussian import GaussianParameters
+from toolkit.em.mixture import log_density
 
-__all__ = ["Fit", "GaussianPrior", "climb_prepared", "fit"]
+__all__ = ["Fit", "GaussianPrior", "check_resolved", "climb_prepared", "fit"]
 
 # The result of `fit`, with the mixture in the data's floating-point type.
 Fit: TypeAlias = Climb[GaussianParameters]
@@ -47,6 +48,11 @@ _SEEDING = 2**16
 
 # The largest variance that `reg_covar` may add in the coordinates of the pass, where the data have variance 1.
 _LARGEST_RIDGE = 1e6
+
+# The rounding of samples, in units of the width of a component, that may hide differences; and the difference of
+# log-likelihoods, in units of 1 nat and their size, that shows it: an outlier causes far larger ones.
+_HIDDEN = 0.01
+_LOST = 0.1
 
 
 class GaussianPrior(MomentsPrior, Protocol):
@@ -117,7 +123,8 @@ def fit(
 
     Raises:
         TypeError: If `x` is no float32 or float64 tensor, or chunks that can be read only once.
-        ValueError: If an argument is out of range, `x` is not finite, or a covariance becomes singular.
+        ValueError: If an argument is out of range, `x` is not finite, a covariance becomes singular, or an outlier is
+            so far from the other samples that rounding hides their differences.
 
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
@@ -179,6 +186,8 @@ def fit(
         return _best_of(starts, data, ascend, options, keep=n_init_keep or 1, reg_covar=reg_covar)
 
     best = led(decide, data.as_samples(), _to_device)
+    if prior is None and group is None:
+        check_resolved(best, rows, data)
     return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
 
 
@@ -251,6 +260,39 @@ def climb_prepared(
         check=lambda there: check_variances(data.factor_from_frame(there.precisions_cholesky), structure, reg_covar),
     )
     return finished(found, found.parameters)
+
+
+@no_graph()
+def check_resolved(found: Fit, rows: Rows, data: Prepared) -> None:
+    """Raise a ValueError if rounding of the coordinates of the pass hides differences of the samples.
+
+    An outlier at a distance of 1e30 sets the scale of the coordinates, in which all other samples are then the same.
+    The samples are read once more if a component is nearly as narrow as rounding, as it is on repeated samples too.
+
+    Args:
+        found: A fit on prepared data, whose value is the log-likelihood.
+        rows: The samples.
+        data: The prepared data.
+    """
+    mixture = found.parameters.to(torch.float64)
+    structure = structure_of(mixture.covariance_type)
+    factor = data.factor_to_frame(mixture.precisions_cholesky)
+    rounding = torch.finfo(data.dtype).eps / _HIDDEN
+    if float(structure.squared_distances(factor, data.scatter).max()) * rounding**2 < 1:
+        return
+    total = weight = 0.0
+    for part, weights in rows(2**14):
+        densities = log_density(mixture, part.to(torch.float64))
+        total += float(densities.sum() if weights is None else densities[weights > 0] @ weights[weights > 0].double())
+        weight += float(len(part) if weights is None else weights.sum())
+    value = total / max(weight, math.ulp(0.0))
+    if not abs(value - found.log_likelihood) <= _LOST * (1 + abs(found.log_likelihood)):
+        advice = "remove the outlier" + (", or use float64." if data.dtype == torch.float32 else ".")
+        raise ValueError(
+            "`x` should have no outlier beside which the differences of the other samples are lost to rounding. Found "
+            f"a fit of log-likelihood {found.log_likelihood:.6g} by rounded samples, and {value:.6g} by the samples "
+            f"themselves: {advice}"
+        )
 
 
 def _framed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:

@@ -34,12 +34,14 @@ from toolkit._data import (
     read_chunks,
     read_parts,
     read_weights,
+    rows_of,
 )
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
 from toolkit.em.engine.checks import check_callback
+from toolkit.em.engine.fit import check_resolved
 from toolkit.em.engine.samples import prepare
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._density import FEW, log_joint, log_joint_of_few
@@ -91,6 +93,11 @@ class Data:
     sampled_weights: Tensor | None
     form: Form
     n_samples: int
+
+    @property
+    def rows(self) -> Rows:
+        """The reader of the samples, with their weights."""
+        return rows_of(self.x, self.weights) if isinstance(self.x, Tensor) else self.x
 
 
 @dataclass(frozen=True)
@@ -276,7 +283,10 @@ class GaussianMixture(BaseMixture):
             starts, n_failures = self._starts(data, generator)
         with Progress(verbose=int(self.verbose), interval=self.verbose_interval, callback=self.callback) as progress:
             fits, n_singular = self._climb(engine, starts, progress)
-        self._set(self._best(fits, data.sampled.dtype), data.form)
+        best = self._best(fits, data.sampled.dtype)
+        if isinstance(engine, GaussianEngine) and engine.prior is None:
+            check_resolved(best, data.rows, engine.prepared)
+        self._set(best, data.form)
         self._n_fitted = data.n_samples
         if hasattr(self, "_online"):
             del self._online
