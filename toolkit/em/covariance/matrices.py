@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, library, raise_if_singular
 
-__all__ = ["FULL", "TIED", "factored", "quadratic_form", "symmetric_products"]
+__all__ = ["FULL", "TIED", "are_definite", "factored", "quadratic_form", "symmetric_products"]
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -88,7 +88,7 @@ class _Matrices(Structure):
         # A Cholesky factor of the difference from the bound takes a tenth of the time of singular values.
         differences = largest * identity_like(factor) - factor.mT @ factor
         if library(factor) is np:
-            return any(lapack.dpotrf(one)[1] for one in differences.reshape(-1, *differences.shape[-2:]))
+            return not are_definite(differences)
         return bool(torch.linalg.cholesky_ex(differences)[1].any())
 
     def regularise(self, covariances: Tensor, reg_covar: float | Tensor) -> Tensor:
@@ -145,6 +145,8 @@ class _Full(_Matrices):
     def has_variance(self, covariances: Tensor, common: Tensor, least: float) -> Tensor:
         # Relative to the common covariance: a direction without any variance must not count.
         of = library(common)
+        if of is np and are_definite(covariances - least * common):  # enough, and faster
+            return cast(Tensor, np.ones(len(covariances), bool))
         values, vectors = of.linalg.eigh(common)
         kept = values > len(values) * of.finfo(values.dtype).eps * values[-1]
         if not bool(kept.any()):
@@ -230,6 +232,12 @@ def factored(covariances: Tensor) -> tuple[Tensor, Tensor]:
     sound = (failed == 0) & (lower.diagonal(dim1=-2, dim2=-1).square() > least).all(-1)
     inverse: Tensor = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False)
     return inverse.mT, sound
+
+
+def are_definite(matrices: Any) -> bool:
+    """Say whether symmetric matrices (..., D, D), an array, are finite and positive definite."""
+    several = matrices.reshape(-1, *matrices.shape[-2:])
+    return bool(np.isfinite(matrices).all()) and not any(lapack.dpotrf(one)[1] for one in several)
 
 
 def _factor_of_array(covariances: Any) -> Any:

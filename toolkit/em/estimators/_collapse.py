@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from toolkit.blocks import no_graph
+from toolkit.em.covariance.matrices import are_definite
 from toolkit.em.covariance.structure import as_arrays, library
 from toolkit.em.gaussian import GaussianParameters
 
@@ -44,10 +45,15 @@ def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> li
     of = library(weights)
     shifts = means - weights @ means
     whole = (weights[:, None, None] * covariances).sum(0) + (weights[:, None] * shifts).mT @ shifts
+    smallest = of.finfo(whole.dtype).eps * len(whole)
+    empty = weights < of.finfo(whole.dtype).eps * len(weights)
+    if of is np and not empty.any() and whole.trace() > len(whole) * _RESOLVED * reg_covar:
+        # Enough, and faster: each covariance is larger than both bounds below in every direction.
+        above = covariances - 2 * reg_covar * np.eye(len(whole)) - smallest * whole
+        if are_definite(above):
+            return []
     values, vectors = of.linalg.eigh(whole)
-    smallest = of.finfo(values.dtype).eps * len(values)
     resolved = values > max(_RESOLVED * reg_covar, smallest * float(values[-1]))
-    empty = weights < of.finfo(values.dtype).eps * len(weights)
     if not bool(resolved.any()):
         return list(range(len(weights)))
     directions = vectors[:, resolved]
