@@ -166,6 +166,23 @@ def test_spsa_draws_for_a_row_do_not_depend_on_the_others():
     torch.testing.assert_close(run(x)[3:], run(x[3:]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "other"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)], ids=["wide", "another half"]
+)
+def test_spsa_estimates_to_the_same_digits_under_autocast(dtype, other):
+    """The model has no product, so that autocast could change only the estimate."""
+    weight = torch.randn(3, 6, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = torch.rand(5, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def run():
+        draws = torch.Generator().manual_seed(0)
+        return adv.spsa(lambda x: (x[:, None] * weight).sum(-1), x, epsilon=0.05, steps=3, generator=draws)
+
+    plain = run()
+    with torch.autocast("cpu", dtype=other):
+        assert torch.equal(run(), plain)
+
+
 WRONG = {
     "share": (lambda model, x: adv.jsma(model, x, share=0), "`share` should be above 0 and at most 1. Found 0."),
     "theta": (lambda model, x: adv.jsma(model, x, theta=0.0), "`theta` should not be 0. Found 0.0."),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
+from toolkit._tensors import exact_products
 from toolkit.adversarial.attacks._setting import AttackOptions, Setting, setting
 from toolkit.adversarial.balls.box import wide
 
@@ -100,9 +101,12 @@ def _estimate(part: Setting, example: Tensor, signs: Tensor, delta: float) -> Te
     """Return the estimated gradient of the margin by which the attack succeeds, (N, ...)."""
     total = torch.zeros_like(example, dtype=wide(example))
     for some in signs.split(max(1, _AT_ONCE // (2 * len(example)))):
-        points = torch.stack([example + delta * sign for sign in (*some, *-some)])
+        both = some.repeat(2, *[1] * (some.dim() - 1))
+        both[len(some) :].neg_()
+        points = example + delta * both[:, None]
         index = torch.arange(len(example), device=example.device).repeat(len(points))
         values = part.rows(index).strength(part.logits(points.flatten(0, 1))).view(len(points), -1)
         difference = (values[: len(some)] - values[len(some) :]).to(total.dtype)
-        total += torch.einsum("sn,s...->n...", difference, some.to(total.dtype))
+        with exact_products(example.device):
+            total += torch.einsum("sn,s...->n...", difference, some.to(total.dtype))
     return (total / (2 * delta * len(signs))).nan_to_num(0.0)  # of logits that are NaN nothing is known
