@@ -26,7 +26,7 @@ _KINDS = {"cuts": "cuts all paths", "makes": "makes the gradient"} | {
     kind: kind for kind in ("no-op", "redundant", "noise", "partial")
 }
 
-__all__ = ["cases_of_blocks", "row", "table"]
+__all__ = ["cases_of_blocks", "read_configs", "row", "table"]
 
 COLUMNS = ("family", "block", "verdict", "leak", "asymmetry", "bytes kept", "opened by")
 
@@ -65,7 +65,7 @@ def row(cases: list[BlockCase], configs: list[str]) -> list[tuple[str, str]]:
         _number(leak),
         _number(next((found for found in asymmetries if found is not None), None)),
         _bytes(case),
-        ("<br>".join(f"<code>{config.replace('_', '_<wbr>')}</code>" for config in configs), str(len(configs))),
+        ("<br>".join(map(_link, configs)), str(len(configs))),
     ]
 
 
@@ -103,11 +103,22 @@ def _number(value: float | None) -> tuple[str, str]:
     return ("", "-1") if value is None else ("0" if value < 1e-12 else f"{value:.3g}", repr(value))
 
 
+def read_configs() -> dict[str, dict[str, Any]]:
+    """Return the bundled configs, by name."""
+    paths = sorted((ROOT / "configs").glob("*.toml"))
+    return {path.stem: tomllib.loads(path.read_text("utf-8")) for path in paths}
+
+
 def _configs() -> dict[str, list[str]]:
     """Return block -> the configs that open it."""
     found: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "configs").glob("*.toml")):
-        opened: list[Any] = tomllib.loads(path.read_text("utf-8"))["open"]
+    for config, read in read_configs().items():
+        opened: list[Any] = read["open"]
         for name in {name for entry in opened for name in ([entry] if isinstance(entry, str) else entry)}:
-            found.setdefault(name, []).append(path.stem)
+            found.setdefault(name, []).append(config)
     return found
+
+
+def _link(config: str) -> str:
+    address = f"all_experiments.html#config-{config.replace('_', '-')}"
+    return f'<a href="{address}"><code>{config.replace("_", "_<wbr>")}</code></a>'

@@ -1,4 +1,4 @@
-"""Settings of the documentation, the directives for blocks, zoo and atlas, and formulas that need no network."""
+"""Settings of the documentation, its directives for blocks, experiments, zoo and atlas, and its formulas."""
 
 import contextlib
 import sys
@@ -144,6 +144,28 @@ class BlockAtlas(SphinxDirective):
         return [nodes.raw("", table(), format="html")]
 
 
+class Experiments(SphinxDirective):
+    """Shows every config: its title, its finding, the blocks that it opens, and the command that runs it."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return a section for each config."""
+        from block_atlas import read_configs
+
+        return [self._section(name, config) for name, config in read_configs().items()]
+
+    def _section(self, name: str, config: dict[str, Any]) -> nodes.section:
+        self.env.note_dependency(str(ROOT / "configs" / f"{name}.toml"))
+        section = nodes.section(ids=[f"config-{name.replace('_', '-')}"])
+        section += nodes.title("", "", *self.parse_inline(config["title"])[0])
+        section += nodes.paragraph("", "", *self.parse_inline(" ".join(config["finding"].split()))[0])
+        opened = nodes.paragraph(text="With each block, and without: ")
+        for index, entry in enumerate(config["open"]):
+            together = " with ".join([entry] if isinstance(entry, str) else entry)
+            opened += [nodes.Text(", " if index else ""), nodes.literal(text=together)]
+        section += [opened, nodes.literal_block("", f"stopgrad run configs/{name}.toml", language="console")]
+        return section
+
+
 def formula(self: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
     """Write a formula as MathML, which browsers draw by themselves."""
     block = isinstance(node, nodes.math_block)
@@ -162,4 +184,5 @@ def setup(app: Sphinx) -> None:
     app.add_directive("zoo", Zoo)
     app.add_directive("atlas", Atlas)
     app.add_directive("block-atlas", BlockAtlas)
+    app.add_directive("experiments", Experiments)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
