@@ -1,6 +1,7 @@
 """Minimal-norm attacks: exact on linear models, close to the best on small networks, and nothing left behind."""
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -280,15 +281,19 @@ def two_dimensional() -> tuple[nn.Sequential, Tensor, Tensor]:
     return model, x, model(x).argmax(1)
 
 
-def distance_on_a_grid(model: nn.Module, x: Tensor, labels: Tensor, norm: str, n: int = 401) -> Tensor:
-    ticks = torch.linspace(0, 1, n, dtype=torch.float64)
+@functools.cache
+def distance_on_a_grid(norm: str) -> Tensor:
+    """Return the distance of the points of `two_dimensional` to the nearest point of a grid in another class."""
+    model, x, labels = two_dimensional()
+    ticks = torch.linspace(0, 1, 401, dtype=torch.float64)
     grid = torch.cartesian_prod(ticks, ticks)
     predicted = model(grid).argmax(1)
     assert len(predicted.unique()) == 3
+    others = [grid[predicted != label] for label in range(3)]
     return torch.stack(
         [
-            torch.linalg.vector_norm(grid[predicted != label] - row, ORDERS[norm], 1).min()
-            for row, label in zip(x, labels, strict=True)
+            torch.linalg.vector_norm(others[label] - row, ORDERS[norm], 1).min()
+            for row, label in zip(x, labels.tolist(), strict=True)
         ]
     )
 
@@ -307,7 +312,7 @@ GRID_ATTACKS = {
 def test_two_dimensional_network_agrees_with_a_dense_grid(name: str, norm: str) -> None:
     attack, share = GRID_ATTACKS[name]
     model, x, labels = two_dimensional()
-    on_grid = distance_on_a_grid(model, x, labels, norm)
+    on_grid = distance_on_a_grid(norm)
     example = attack(model, x, labels, norm=norm)
     found = distance(example, x, norm)
     assert (model(example).argmax(1) != labels).all()
