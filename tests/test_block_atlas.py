@@ -31,7 +31,7 @@ def test_the_shift_of_a_softmax_does_nothing():
     assert cells["verdict"][0] == "redundant"
     assert float(cells["leak"][1]) < 1e-12
     assert float(cells["asymmetry"][1]) < 1e-12
-    assert cells["opened by"] == ("<code>some</code>", "1")
+    assert cells["opened by"] == ('<a href="all_experiments.html#config-some"><code>some</code></a>', "1")
 
 
 def test_one_of_two_shifts_moves_the_gradient():
