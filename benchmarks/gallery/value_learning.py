@@ -1,8 +1,8 @@
 """Time of temporal-difference losses beside rlax: a whole gradient, eager and compiled, for 256 samples in float32.
 
-JAX hands a call to another thread by default; that is what its users wait for, and what the goals are about. Without it
-a small loss takes rlax less than the guards and allocations of any compiled call take torch. Rows without a goal show
-this, and the part of ours above such a call.
+JAX hands a call to another thread by default. Its users wait for this, so the goals compare with it. Within one thread
+a small loss takes rlax less time than the guards and allocations of any compiled call take torch. Rows without a goal
+show this, and the part of ours above such a call.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def test_follow_has_the_value_of_one_and_the_derivative_of_the_other() -> None:
     assert follow(value, value) is value
 
 
-@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the box is wide")  # the whole box is meant
+@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the width of the box")  # the whole box is meant
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("epsilon", [0.05, 0.7, 1.4, 30.0])
 @pytest.mark.parametrize("bounds", [(0, 1), None], ids=["box", "no box"])

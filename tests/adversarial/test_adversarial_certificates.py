@@ -675,7 +675,7 @@ def test_rectifiers_may_stand_anywhere(order: str) -> None:
 # --- bounds ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the box is wide")  # the whole box is meant
+@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the width of the box")  # the whole box is meant
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(

@@ -69,7 +69,7 @@ def _cone_program(u: np.ndarray, low: np.ndarray, high: np.ndarray, epsilon: flo
     return minimize(dual, start, jac=True, bounds=[(0, None)] * len(start), method="L-BFGS-B", options=options).fun
 
 
-@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the box is wide")  # the whole box is meant
+@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the width of the box")  # the whole box is meant
 @pytest.mark.parametrize("epsilon", [0.0, 0.08, 0.5, 3.0])
 @pytest.mark.parametrize("norm", NORMS)
 def test_worst_margin_is_that_of_a_solver(norm: str, epsilon: float) -> None:
@@ -101,7 +101,7 @@ def test_without_a_box_it_is_the_dual_norm(norm: str, dual: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the box is wide")  # the whole box is meant
+@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the width of the box")  # the whole box is meant
 @pytest.mark.parametrize("epsilon", [0.1, 0.6, 1.2])
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_attack_reaches_the_worst_case_of_two_classes(norm: str, epsilon: float) -> None:
@@ -240,7 +240,7 @@ def test_distance_on_digits_splits_them_as_the_worst_margins_do(norm: str) -> No
     assert 0.2 < robust.double().mean() < 0.9
 
 
-@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the box is wide")  # the whole box is meant
+@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the width of the box")  # the whole box is meant
 def test_epsilon_may_differ_between_samples() -> None:
     weight, bias, x, labels = classifier()
     epsilon = torch.linspace(0, 1, N)
@@ -358,7 +358,7 @@ def test_what_a_mask_holds_is_a_part_of_the_bias(norm: str) -> None:
     assert (margin > certify_linear(weight, bias, x, labels, epsilon=0.3, norm=norm) + 0.01).sum() >= 2
 
 
-@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the box is wide")  # the whole box is meant
+@pytest.mark.filterwarnings("ignore:`epsilon` should be less than the width of the box")  # the whole box is meant
 def test_inputs_of_single_precision_may_lie_on_bounds_that_it_does_not_have() -> None:
     """The nearest number to 0.1 in float32 is above 0.1: inside for an attack, so also here; it can only go down."""
     x, labels = torch.tensor([[0.1, 0.05]]).repeat(2, 1), torch.tensor([0, 1])

@@ -568,7 +568,7 @@ def test_ball_as_wide_as_the_box_is_remarked_on_once_where_it_is_used(call, batc
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), *batch)
-    found = [warning for warning in caught if "less than the box is wide, 1. Found 8" in str(warning.message)]
+    found = [warning for warning in caught if "less than the width of the box, 1. Found 8" in str(warning.message)]
     assert [warning.filename for warning in found] == [__file__]
 
 
@@ -588,9 +588,9 @@ def test_round_ball_as_wide_as_the_diagonal_of_the_box_is_remarked_on_once(call,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), *batch, epsilon=0.99 * width, norm=norm)
-        assert not [warning for warning in caught if "the box is wide" in str(warning.message)]
+        assert not [warning for warning in caught if "the width of the box" in str(warning.message)]
         call(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), *batch, epsilon=width, norm=norm)
-    remark = f"is wide in {norm.upper()}, {width}. Found {width}"
+    remark = f"the width of the box in {norm.upper()}, {width}. Found {width}"
     assert [warning.filename for warning in caught if remark in str(warning.message)] == [__file__]
 
 

@@ -1499,7 +1499,7 @@ def test_bytes_may_be_brought_to_any_scale():
     run(twin, (BYTES.double(), LABELS), epsilon=8.0, bounds=(0, 255))
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    with pytest.warns(UserWarning, match="less than the box is wide, 1. Found 1"):
+    with pytest.warns(UserWarning, match="less than the width of the box, 1. Found 1"):
         run(data=(BYTES, LABELS), epsilon=1.0)
 
 

@@ -25,7 +25,7 @@ class Endings(TorchFunctionMode):
     A stop that could be opened is no end: a tensor behind it is followed as if it had a gradient.
 
     Attributes:
-        used: The parameters of which a tensor was computed.
+        used: The parameters that some tensor was computed from.
     """
 
     def __init__(self, params: Mapping[str, Tensor], caller: Callable[[], Site | None]) -> None:

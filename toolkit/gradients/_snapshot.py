@@ -206,7 +206,7 @@ def _components(tensor: Tensor) -> list[Tensor]:
 
 
 def _shape(tensor: Tensor) -> torch.Size | None:
-    """Return the shape; None for a nested tensor with strides, which has none."""
+    """Return the shape; None for a nested tensor with strides."""
     return None if tensor.layout is torch.strided and tensor.is_nested else tensor.shape
 
 

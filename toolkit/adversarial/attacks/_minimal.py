@@ -337,7 +337,7 @@ def minimal_search(
 
 
 def check_only_l2(attack: str, norm: str) -> None:
-    """Raise ValueError unless `norm` is ``"l2"``, the only one that the attack minimises."""
+    """Raise ValueError unless `norm` is ``"l2"``: the attack minimises no other norm."""
     if norm != "l2":
         raise ValueError(
             f"`norm` should be 'l2' for `{attack}`, which minimises the Euclidean distance. Found {norm!r}."

@@ -243,7 +243,7 @@ def remark_on_width(epsilon: float | Tensor | None, norm: str, bounds: object, n
         return
     where = "" if norm == "linf" else f" in {norm.upper()}"
     remark = (
-        f"`epsilon` should be less than the box is wide{where}, {width:g}. Found {sizes.min().item():g}, "
+        f"`epsilon` should be less than the width of the box{where}, {width:g}. Found {sizes.min().item():g}, "
         "with which everything in the box is allowed. Are the pixels on another scale?"
     )
     if remarks is not None:

@@ -69,8 +69,8 @@ class Audit:
         remarks: Further remarks for the reader.
         unreached: Parameter -> the end of its path, for parameters without a path to the loss even with every place
             open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen. In a
-            script, parameters are those that an optimiser holds beside those that the step trains; without `params`,
-            those of modules with which the program computes.
+            script these are parameters of an optimiser that also holds trained ones. Without `params` they are
+            parameters of modules that the program computes with.
         vanishing: Parameters with a path to the loss, along which the gradient is 0 to the last bit: behind ``round``,
             for example, or a function whose backward pass returns zeros.
         sets: Effects of places that act only together, as `Comparison.sets`.
@@ -119,7 +119,7 @@ class Audit:
             graph: Draws the graph.
             is_recorded: See `Audit`.
             remarks: Remarks for the reader beside those of the comparison.
-            closed: Place -> the reason why it was left closed, beside those that `bare` knows.
+            closed: Place -> the reason why it was left closed, in addition to the reasons in `bare`.
             unreached: See `Audit`.
             off_graph: See `Audit`.
         """

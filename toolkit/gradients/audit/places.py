@@ -43,7 +43,7 @@ class Escape:
 
 @dataclass
 class BareBlocks:
-    """The places that the replaced attributes found, and those that they leave alone.
+    """The places found by the replaced attributes, with the places that keep their original meaning.
 
     Attributes:
         kinds: Place -> the call that stops the gradient, in the order of the program.

@@ -363,7 +363,7 @@ class RecordedRun(ScriptRun):
 
     @contextmanager
     def passing(self, value: Tensor, inputs: Collection[Tensor] | None, *, is_asked: bool) -> Iterator[None]:
-        """Run a backward pass, after the answer for one that is asked about."""
+        """Answer for a backward pass if the question is about it, and run it."""
         if self._recorder is None:
             if is_asked and not self.answered:
                 self._start_earlier()

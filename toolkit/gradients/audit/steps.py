@@ -219,8 +219,8 @@ class StepAnswers(Answers):
 
     Attributes:
         parts: The modules that name the parameters.
-        unreached: Parameters without a path to the loss, even through blocks: of the given ones; else of those that an
-            optimiser holds beside parameters of this step.
+        unreached: Parameters without a path to the loss, even through blocks: given ones, or without any given,
+            parameters of an optimiser that also holds parameters of this step.
         earlier: Blocks that stopped a tensor of an earlier graph, which may be freed.
     """
 
