@@ -1313,6 +1313,32 @@ def test_a_checkpoint_in_a_region_runs_once_as_in_the_plain_step(region):
     assert answer.audits[0].effects[0].leak > 0
 
 
+@pytest.mark.parametrize("changes", ["average", "count"])
+def test_a_checkpoint_in_a_region_that_changes_state_is_said_to_open_in_part(changes):
+    class Teacher(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("average", torch.ones(()))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            buffer = getattr(self, changes)
+            buffer.add_(1)
+            return self.linear(x) * self.average.clone()
+
+    torch.manual_seed(0)
+    teacher, student, x = Teacher(), nn.Linear(3, 3), torch.randn(4, 3)
+    with audited() as answer:
+        with torch.no_grad():
+            held = checkpoint(teacher, x, use_reentrant=False)
+        (student(x) - held).square().sum().backward()
+    told = [entry.reason for entry in answer.audits[0].unopened]
+    assert ["a checkpoint in it changes a tensor in place" in reason for reason in told] == [True] * (
+        changes == "average"
+    )
+
+
 def test_a_custom_function_in_a_region_runs_backward_only_where_it_is_open():
     class Doubled(torch.autograd.Function):
         @staticmethod

@@ -456,6 +456,30 @@ def test_noise_is_told_from_a_leak_where_the_gradient_vanishes() -> None:
     assert differs >= 4  # how many is up to the rounding: 33 of 40 or so
 
 
+@pytest.mark.portable
+@pytest.mark.parametrize(("steepness", "kind"), [(3e4, "partial"), (3e5, "partial"), (1e6, "noise")])
+def test_a_steep_leak_is_never_called_redundant(steepness, kind):
+    """A few units in the last place move this leak: by a third at 3e5 and eight units, as a whole at 1e6."""
+
+    class Scaled(torch.autograd.Function):  # as an auxiliary loss: not linear in the derivative of the loss
+        @staticmethod
+        def forward(ctx, x, auxiliary):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, torch.full((), 0.3)
+
+    w = torch.tensor([1.1, 0.7], requires_grad=True)
+
+    def loss():
+        return (Scaled.apply(w, w.square().mean()) * torch.sin(stop_gradient(steepness * w, "steep.phase"))).sum()
+
+    (effect,) = compare(loss, {"w": w}).effects
+    assert effect.ratio > 1e3
+    assert effect.verdict.kind == kind
+
+
 @pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 1e9])
 def test_a_small_leak_into_a_gradient_that_does_not_vanish_is_a_leak(size: float) -> None:
     x, y = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.7, -1.3))

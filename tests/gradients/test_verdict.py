@@ -15,6 +15,7 @@ from toolkit.testing import assert_load_bearing, assert_redundant
 ALL = [
     (Verdict("no-op"), "no-op", "no-op"),
     (Verdict("redundant"), "redundant", "redundant"),
+    (Verdict("noise", noise=170.0), "below the noise of over 100 %", "below the noise of over 100 %"),
     (Verdict("noise", noise=0.0051), "below the noise of 0.51 %", "below the noise of 0.51 %"),
     (Verdict("partial"), "partial", "partial"),
     (Verdict("cuts", ("a.weight", "ws[1]")), "cuts all paths", "cuts all paths to [a.weight, ws[1]]"),

@@ -45,6 +45,7 @@ __all__ = [
     "GateBoard",
     "Meeting",
     "Region",
+    "is_called_by_checkpoint",
     "is_checkpointed",
     "next_number",
     "replaced_by",
@@ -571,9 +572,14 @@ def is_checkpointed() -> bool:
     """Return whether a checkpoint, perhaps around others, computes its values again."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return False
+    return is_called_by_checkpoint("unpack_hook")
+
+
+def is_called_by_checkpoint(name: str) -> bool:
+    """Return whether a function of that name in torch's module of checkpoints is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+        if frame.f_code.co_name == name and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True
         frame = frame.f_back
     return False

@@ -31,6 +31,9 @@ _PART = 3.0
 # A leak that moves by more than a third of itself is undecided; one that moves by less than a thirtieth is clear.
 _MOST_NOISE, _CLEAR = 3.0, 30.0
 
+# A leak beyond this multiple of a gradient's rounding is not rounding of that gradient.
+_FAR = 100.0
+
 
 class Rounding:
     """Distinguishes the leaks of one program from rounding."""
@@ -58,7 +61,7 @@ class Rounding:
                 noise = self._noise(names, leak, rows)
                 told = beyond & (leaks > _MOST_NOISE * noise)
                 if not told.any():
-                    if self._precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
+                    if self._precision <= torch.finfo(torch.float32).eps and self._vanishes(leaks)[beyond].all():
                         return Verdict("redundant")
                     size = max(math.hypot(*opened), math.hypot(*blocked))
                     return Verdict("noise", noise=_MOST_NOISE * math.hypot(*noise) / size)
@@ -149,15 +152,22 @@ class Rounding:
                     uses[name] = max(uses.get(name, 0), node._sequence_nr())
         return uses
 
+    def _vanishes(self, leaks: Floats) -> NDArray[np.bool_]:
+        """Return for each parameter, (P,), whether its blocked gradient is only rounding, and its leak not far larger.
+
+        The gradient of a steep function moves as a whole under rounding, and its leak may be a million times larger.
+        """
+        return (self._moved >= 0.1 * np.sqrt(self._squares)) & (leaks <= _FAR * self._moved)
+
     @cached_property
-    def _vanishes(self) -> NDArray[np.bool_]:
-        """Return for each parameter, (P,), whether its blocked gradient is only rounding."""
+    def _moved(self) -> Floats:
+        """Return for each parameter, (P,), the change of its blocked gradient under rounding."""
         moved = np.zeros(len(self._params))
         for seed in range(3):  # a few digits may come out the same by chance
             again = self._answers.nudged(seed, self._answers.precision) or self._blocked
             distances = [norm([flat(again[name]).double() - flat(g).double()]) for name, g in self._blocked.items()]
             moved = np.maximum(moved, distances)
-        return moved >= 0.1 * np.sqrt(self._squares)
+        return moved
 
     def _noise(self, names: Sequence[str], leak: Leak, rows: Floats) -> Floats:
         """Return (P,), the change of a leak under a rounding of the parameters.
@@ -202,7 +212,7 @@ class RoundingOfRuns(Rounding):
     """Distinguishes a leak from rounding that is the difference between two runs of a program."""
 
     def __init__(self, answers: Answers, squares: Floats, noise: Floats, precision: float) -> None:
-        """Judge by the noise of each parameter's gradient in both runs together, (P,)."""
+        """Judge by the noise of each parameter's gradient in the blocked run and in the open one, (2, P)."""
         super().__init__(answers, squares)
         self._measured, self._coarsest = noise, precision
 
@@ -214,11 +224,13 @@ class RoundingOfRuns(Rounding):
         return False
 
     @cached_property
-    def _vanishes(self) -> NDArray[np.bool_]:
-        return self._measured >= 0.1 * np.sqrt(self._squares)
+    def _moved(self) -> Floats:
+        blocked: Floats = self._measured[0]
+        return blocked
 
     def _noise(self, names: Sequence[str], leak: Leak, rows: Floats) -> Floats:
-        return self._measured
+        both: Floats = self._measured.sum(0)
+        return both
 
 
 def _norms(rows: Floats) -> tuple[Floats, Floats, Floats]:
@@ -228,8 +240,8 @@ def _norms(rows: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _nudge(precision: float, index: int) -> float:
-    """Return the relative change of the parameters: a few roundings, increased each time if these are small.
+    """Return the relative change of the parameters: two roundings, then four, then eight, if these are small.
 
     A leak that is rounding then changes; any other leak moves by this relative size, times a condition number.
     """
-    return max(precision, min(precision * 2.0 ** (index + 1), 2**-10))
+    return max(precision, min(precision * 2.0 ** min(index + 1, 3), 2**-10))

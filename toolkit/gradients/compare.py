@@ -164,7 +164,7 @@ class Comparison:
         Args:
             sites: Block -> its place.
             leak: The leak.
-            noise: The norm of the change of the leak under rounding, for each parameter, (P,).
+            noise: The norm of the change of each parameter's gradient under rounding, blocked and open, (2, P).
             precision: The coarsest rounding of the program, relative.
         """
         for name, site in sites.items():

@@ -47,7 +47,8 @@ class Verdict:
     def label(self) -> str:
         """The verdict without the names of parameters."""
         labels = {"cuts": "cuts all paths", "makes": "makes the gradient"}
-        labels["noise"] = f"below the noise of {100 * self.noise:.2g} %"
+        share = "over 100" if self.noise > 1 else f"{100 * self.noise:.2g}"
+        labels["noise"] = f"below the noise of {share} %"
         return labels.get(self.kind, self.kind)
 
     @property

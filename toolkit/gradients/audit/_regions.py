@@ -188,6 +188,7 @@ class RegionStops:
             frame, regions = calling_frame(), self._bare.entered()
             self._refuse_fast_path(frame, regions)
             if frame.f_code.co_filename == checkpoint.__file__:  # without a graph it keeps values, runs nothing again
+                self._bare.unrepeated.update(regions)
                 return bool(original()) and not regions
             if not regions or frame.f_code.co_filename.startswith((TOOLKIT, TORCH)):
                 return bool(original())

@@ -15,7 +15,7 @@ from toolkit._tensors import HALF
 from toolkit.blocks import carries_gradient
 from toolkit.gradients._as_plain import unrecorded
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, Unrecordable, changed_by
-from toolkit.gradients._gates import replaced_by
+from toolkit.gradients._gates import is_called_by_checkpoint, replaced_by
 from toolkit.gradients._nodes import roots_in
 from toolkit.gradients._snapshot import Kept
 from toolkit.gradients.audit._frames import calling_frame
@@ -26,6 +26,7 @@ from toolkit.gradients.audit.places import BareBlocks, Replacement
 __all__ = ["Watch", "watching"]
 
 _STALE = "autocast keeps the cast of a weight that is updated before its next use, and a recorded region keeps none"
+_CHANGED_ONCE = "a checkpoint in it changes a tensor in place, and would change it once more in the backward pass"
 _DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 
 # Under another name than that of torch, which an audit replaces.
@@ -84,6 +85,10 @@ class Watch(TorchFunctionMode):
             bare.one_mode[region] = None
         # Without a gradient, as a counter of a batch norm, there is nothing to keep out.
         states = [tensor for tensor in changed if bare.is_state(tensor)]
+        # An integer is the number of batches of a batch norm, which no gradient uses.
+        moves = any(tensor.is_floating_point() for tensor in states)
+        if moves and bare.unrepeated and is_called_by_checkpoint("checkpoint"):
+            bare.partly |= dict.fromkeys(bare.unrepeated.intersection(bare.entered()), _CHANGED_ONCE)
         changed = states if states and any(map(carries_gradient, leaves)) else []
         bare.writes.update([region] if changed else [])
         # A view cannot be made a constant again.

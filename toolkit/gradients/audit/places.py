@@ -69,6 +69,7 @@ class BareBlocks:
         undone: Gets the state of older tensors before each change in place; None outside of `undoing`.
         bound_earlier: Function of torch -> the attribute that now stands for it.
         aliases: ``.data`` of a constant -> its place.
+        unrepeated: Recorded regions with a checkpoint, which computes nothing again there.
         casts: Weight -> its version at its first cast by autocast, and the regions that it was in.
     """
 
@@ -92,6 +93,7 @@ class BareBlocks:
     here: FrameType | None = None
     writes: set[str] = field(default_factory=set)
     undone: list[Kept] | None = None
+    unrepeated: set[str] = field(default_factory=set)
     bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     aliases: Any = field(default_factory=WeakIdKeyDictionary)
     casts: Any = field(default_factory=WeakIdKeyDictionary)

@@ -258,7 +258,7 @@ class _Entry(NamedTuple):
             raise _Closed(_CHANGES)
         self._include_parameters(after)
         leak = self._leak(after, carried=not found.reached.isdisjoint(places))
-        noise = [before.noise.get(key, 0.0) + after.noise.get(key, 0.0) for key in self.keys]
+        noise = [[run.noise.get(key, 0.0) for key in self.keys] for run in (before, after)]
         return self.audit._measured(places, leak, np.array(noise), max(before.precision, after.precision))
 
     def _include_parameters(self, after: Pass) -> None:
