@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, carries_gradient
 from toolkit.gradients._as_plain import PRODUCTS, choosing, computed_as_plain, may_depend, unfolded
-from toolkit.gradients._gates import GateBoard, Meeting, Region, is_checkpointed, next_number
+from toolkit.gradients._gates import GateBoard, Meeting, is_checkpointed
 from toolkit.gradients._nodes import (
     EVERY_BLOCK,
     Cut,
@@ -29,6 +29,7 @@ from toolkit.gradients._nodes import (
     source_of,
     successors,
 )
+from toolkit.gradients._passages import next_number
 from toolkit.gradients._places import TOOLKIT, TORCH
 
 __all__ = ["NO_DERIVATIVE", "WRITES_STAY_BLOCKED", "CutBoard", "Unrecordable", "changed_by"]
@@ -130,12 +131,11 @@ class CutBoard(GateBoard):
     @contextmanager
     def _again(self, name: str) -> Iterator[None]:
         """Pass a region that a checkpoint computes again: a derivative inside of the checkpoint ends there again."""
-        region = Region(name, next_number())
-        self._regions.append(region)
+        region = self._passages.begin(name)
         try:
             yield
         finally:
-            region.end = next_number()
+            self._passages.end(region)
 
     @property
     def _derives(self) -> bool:

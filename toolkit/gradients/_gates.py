@@ -39,15 +39,14 @@ from toolkit.gradients._nodes import (
     reachable_nodes,
     roots_in,
 )
+from toolkit.gradients._passages import Passages, Region, next_number
 from toolkit.gradients._places import TOOLKIT, TORCH, serves_toolkit
 
 __all__ = [
     "GateBoard",
     "Meeting",
-    "Region",
     "is_called_by_checkpoint",
     "is_checkpointed",
-    "next_number",
     "replaced_by",
     "replacing",
     "unwraps",
@@ -110,7 +109,7 @@ class GateBoard(Gates):
     opened: Collection[str] = frozenset()
     unrecorded: int = 0
     _in_forward: bool = False
-    _regions: list[Region] = field(default_factory=list)
+    _passages: Passages = field(default_factory=Passages)
     _aliases: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     @contextmanager
@@ -126,7 +125,7 @@ class GateBoard(Gates):
             self.overwritten.update(name for name, alias, version in self._aliases if alias._version != version)
             self.inner |= self.overwritten
             self._aliases.clear()
-            for region in [*self._regions]:  # a generator that outlives the program keeps its region open
+            for region in [*self._passages.active]:  # a generator that outlives the program keeps its region open
                 self._end(region)
 
     @contextmanager
@@ -175,7 +174,7 @@ class GateBoard(Gates):
             meeting.calls += 1
             meeting.carried += carries
         # Where no graph is recorded, an open block returns the tensor itself.
-        if carries and not (torch.is_grad_enabled() and all(region.end is not None for region in self._regions)):
+        if carries and not (torch.is_grad_enabled() and not self._passages.active):
             self.inner.add(name)
         if not carries or not self.puts_gates or not torch.is_grad_enabled():
             return None
@@ -207,8 +206,7 @@ class GateBoard(Gates):
 
     @contextmanager
     def _recorded(self, name: str, *, both_modes: bool) -> Iterator[None]:
-        region, caches = Region(name, next_number()), torch.is_autocast_cache_enabled()
-        self._regions.append(region)
+        region, caches = self._passages.begin(name), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a cast that is made inside is not one for the outside
         try:
             with without_tangents() if both_modes else nullcontext():
@@ -219,10 +217,7 @@ class GateBoard(Gates):
 
     def _end(self, region: Region) -> None:
         if region.end is None:
-            region.end = next_number()
-            self.meetings[region.name].carried += region.size
-            if not region.size:  # nothing was recorded in it
-                self._regions.remove(region)
+            self.meetings[region.name].carried += self._passages.end(region)
 
     def is_linear(self, nodes: Iterable[Any]) -> bool:
         """Return whether no step of the backward pass through these nodes is known to be nonlinear in the cotangent.
@@ -243,19 +238,13 @@ class GateBoard(Gates):
 
         Inside of a transform of `torch.func` it is switched on for the level of this transform alone.
         """
-        entered, level = self._entered(), torch._C._functorch.maybe_current_level()
+        entered = self._entered()
         self.pierced.update(region.name for region in entered)
-        for region in entered:
-            if region.level == level:
-                region.gaps.append(_Gap(next_number(), switch))
-            else:
-                self.blurred.add(region.name)
+        self.blurred.update(region.name for region in entered if not region.pierce(switch))
 
     def mend(self, switch: object) -> None:
         """Note the end of a context that may have switched recording on."""
-        for gap in (region.gaps[-1] for region in self._regions if region.gaps):
-            if gap.end is None and gap.switch is switch:
-                gap.end = next_number()
+        self._passages.mend(switch)
 
     def note_elsewhere(self, name: str) -> None:
         """Note a block that another thread reached."""
@@ -277,7 +266,7 @@ class GateBoard(Gates):
 
     def regions_without_casts(self) -> set[str]:
         """Return the recorded regions that the program is in, also where it has switched recording on again."""
-        return {region.name for region in self._regions if region.end is None}
+        return {region.name for region in self._passages.active}
 
     def keeps_out(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call stays out of the graph."""
@@ -329,7 +318,7 @@ class GateBoard(Gates):
 
         A cut is none of them: open, it is the tensor behind it, which may be from outside of the region.
         """
-        if not self._regions:
+        if not self._passages:
             return
         for root in roots:
             for node in reachable_nodes(root, EVERY_BLOCK):
@@ -342,12 +331,11 @@ class GateBoard(Gates):
 
     def _entered(self) -> list[Region]:
         """Return the regions that the program is in, and in which it has not switched recording on again."""
-        return [region for region in self._regions if region.end is None and not region.is_pierced]
+        return [region for region in self._passages.active if not region.is_pierced]
 
     def regions_of(self, node: Any) -> frozenset[str]:
         """Return the regions in which a node was made."""
-        number = node._sequence_nr()
-        return frozenset(region.name for region in self._regions if region.holds(number))
+        return self._passages.around(node._sequence_nr())
 
     def _hold(self, node: Any, names: frozenset[str]) -> None:
         """Keep the backward pass of a custom function, which may have effects, from running where none passes."""
@@ -367,50 +355,7 @@ class GateBoard(Gates):
         return all(passing)
 
 
-@dataclass(eq=False)
-class Region:
-    """The numbers that autograd gave to the nodes made in one passage through a region: ``start <= number < end``."""
-
-    name: str
-    start: int
-    end: int | None = None
-    views: set[int] = field(default_factory=set)  # made inside, because autograd makes views of the outside late
-    gaps: list[_Gap] = field(default_factory=list)
-    level: int | None = field(default_factory=torch._C._functorch.maybe_current_level)  # of the transform around it
-
-    @property
-    def size(self) -> int:
-        """The number of nodes made inside of a passage that is over."""
-        end = self.start if self.end is None else self.end
-        gaps = sum((end if gap.end is None else gap.end) - gap.start for gap in self.gaps)
-        return end - self.start - len(self.views) - gaps
-
-    @property
-    def is_pierced(self) -> bool:
-        """Whether recording is switched on now."""
-        return bool(self.gaps) and self.gaps[-1].end is None
-
-    def holds(self, number: int) -> bool:
-        """Return whether the node with this number was made inside; autograd counts from 0 in each thread."""
-        is_inside = self.start <= number and (self.end is None or number < self.end)
-        return is_inside and number not in self.views and not any(gap.holds(number) for gap in self.gaps)
-
-
-@dataclass(eq=False)
-class _Gap:
-    """The numbers of the nodes made while recording is switched on inside of a region: they belong to the outside."""
-
-    start: int
-    switch: object
-    end: int | None = None
-
-    def holds(self, number: int) -> bool:
-        """Return whether the node with this number was made meanwhile."""
-        return self.start <= number and (self.end is None or number < self.end)
-
-
 _REPLACES = "toolkit.gradients.replaces"
-next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 # Under another name than that of torch, which an audit of a script replaces.

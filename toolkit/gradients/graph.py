@@ -24,9 +24,10 @@ from toolkit.blocks import Block, declared_blocks, opened
 from toolkit.gradients import _drawing
 from toolkit.gradients._drawing import Arrow, Box
 from toolkit.gradients._folding import Call, Node, folded, innermost_common
-from toolkit.gradients._gates import GateBoard, next_number
+from toolkit.gradients._gates import GateBoard
 from toolkit.gradients._nodes import gate_of, regions_of, roots_in, successors
 from toolkit.gradients._parts import Parts, find_parts
+from toolkit.gradients._passages import next_number
 from toolkit.gradients._program import Parameters, Program, named_parameters, reached
 
 __all__ = ["Graph", "graph", "graph_of", "graph_of_recorded"]
