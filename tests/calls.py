@@ -172,6 +172,11 @@ def _trained(**changed: Any) -> nn.Module:
     return trainer.rbm
 
 
+def _entered_audit(memory: float) -> None:
+    with gradients.audited(memory=memory):
+        pass
+
+
 class Call:
     """A function and what it is called with; what was drawn from a generator before is drawn anew for each call."""
 
@@ -444,6 +449,7 @@ CALLS: dict[str, Call] = {
     "em.spikes": Call(em.spikes, parameters=PARSIMONIOUS),
     "em.start": Call(em.start, **START, covariance_type="full"),
     "em.start_missing": Call(em.start_missing, **START, covariance_type="full"),
+    "gradients.audited": Call(_entered_audit, memory=100.0),
     "gradients.Field.estimate_asymmetry": Call(
         _squares(torch.tensor([1.0, 2.0], requires_grad=True)).estimate_asymmetry
     ),

@@ -57,6 +57,12 @@ def main() -> None:
     "--rerun", is_flag=True, help="Run the script again without each stop that the recorded step cannot open."
 )
 @click.option(
+    "--memory",
+    type=click.FloatRange(0),
+    metavar="MB",
+    help="Memory that recorded regions of a script may take.  [default: half of the free memory]",
+)
+@click.option(
     "--format",
     "form",
     type=click.Choice(["text", "json", "github"]),
@@ -84,6 +90,7 @@ def audit(
     continues: bool,
     verify: bool,
     rerun: bool,
+    memory: float | None,
     form: str,
     expect: Path | None,
     update: bool,
@@ -138,7 +145,7 @@ def audit(
         question = Question(step, None if all_passes else backward or 1, continues)
         if witness is not None:
             _bear_witness(script, question, witness, opened)
-        answers, verified, code = _answers_of_script(script, question, verify=verify, rerun=rerun)
+        answers, verified, code = _answers_of_script(script, question, memory, verify=verify, rerun=rerun)
     named = {f"step {step}, backward pass {number}" if number else "": answer for number, answer in answers.items()}
     pages = [] if page_path is None else _write_pages(page_path, named, program, command)
     is_valid = all(answer.valid for answer in answers.values()) and not verified.startswith("NOT")
@@ -223,11 +230,13 @@ def _answer_of_function(path: str, name: str, arguments: Sequence[str]) -> Any:
         return _asked(f"{path}:{name}", lambda: audited(loss, params))
 
 
-def _answers_of_script(script: Any, question: Any, *, verify: bool, rerun: bool) -> tuple[dict[int, Any], str, int]:
+def _answers_of_script(
+    script: Any, question: Any, memory: float | None, *, verify: bool, rerun: bool
+) -> tuple[dict[int, Any], str, int]:
     """Return backward pass -> answer, a sentence about the second run, and the exit status of the script."""
     from toolkit.gradients.audit.scripts import RecordedRun
 
-    run = RecordedRun(question, digests=verify)
+    run = RecordedRun(question, digests=verify, memory=memory)
     code = _run(run, script)
     if not run.audits:
         sys.exit(code) if code else _stop(f"The script should come to {question}. Found its end after {run.progress}.")

@@ -31,6 +31,7 @@ from toolkit.gradients._nodes import (
 )
 from toolkit.gradients._passages import next_number
 from toolkit.gradients._places import TOOLKIT, TORCH
+from toolkit.gradients._resident import RegionMemory
 
 __all__ = ["NO_DERIVATIVE", "WRITES_STAY_BLOCKED", "CutBoard", "Unrecordable", "changed_by"]
 
@@ -77,17 +78,25 @@ class CutBoard(GateBoard):
         nested: Blocks that stop a nested tensor with strides, which cannot be cut.
         before: Block -> the node of a tensor from before the recording that it stops.
         asked: Blocks of whose results the program asks whether they carry a gradient.
+        memory: The memory that recorded regions take.
+        too_large: Regions that are no longer recorded, because that takes too much memory -> this reason.
         first: The number of the first node.
         latest: The block met last.
     """
 
-    def __init__(self, real: Mapping[str, str]) -> None:
-        """Record every block from now on, except those in `real`: block -> the reason."""
+    def __init__(self, real: Mapping[str, str], memory: float | None = None) -> None:
+        """Record every block from now on, except those in `real`: block -> the reason.
+
+        Args:
+            real: See above.
+            memory: The most memory that recorded regions may take, in MB; None for half of the free memory.
+        """
         super().__init__(records=True)
         self.written: set[str] = set()
         self.nested: set[str] = set()
         self.before: dict[str, Any] = {}
         self.asked: set[str] = set()
+        self.memory, self.too_large = RegionMemory(memory), dict[str, str]()
         self.first, self.latest = next_number(), ""
         self._real, self._leaves, self._is_inside, self._process = real, list[Any](), False, os.getpid()
         self._anchor = torch.empty((), device="cpu", requires_grad=True)
@@ -122,11 +131,43 @@ class CutBoard(GateBoard):
                 self.inner.add(name)
                 return None
             return None if name in self._real else self._again(name)
-        if name in self._real or os.getpid() != self._process:
+        self._give_up([name])
+        if name in self._real or name in self.too_large or os.getpid() != self._process:
             self.meetings.setdefault(name, Meeting(site)).calls += 1
             return None
         self.latest = name
         return super().region(name, site, both_modes=both_modes)
+
+    @contextmanager
+    def _recorded(self, name: str, *, both_modes: bool) -> Iterator[None]:
+        if not self.open_regions():
+            self.memory.enter()
+        before = torch.is_grad_enabled()
+        try:
+            with super()._recorded(name, both_modes=both_modes):
+                yield
+                if torch.is_grad_enabled():
+                    self.memory.look()
+        finally:
+            if name in self.too_large:  # recording ended inside
+                _switch_recording(before)
+
+    def weigh(self) -> None:
+        """Stop recording in the regions that the program is in, once regions take too much memory."""
+        if not torch.is_grad_enabled():
+            return
+        entered = self._entered()
+        if entered and all(region.is_of_this_level for region in entered):
+            self.memory.look_at_times()
+            self._give_up([region.name for region in entered])
+            if any(region.name in self.too_large for region in entered):
+                _switch_recording(False)
+
+    def _give_up(self, names: Collection[str]) -> None:
+        """Record these regions no more if recorded regions take too much memory."""
+        if reason := self.memory.excess:
+            self.too_large = dict.fromkeys(names, reason) | self.too_large
+            self.memory.excuse()
 
     @contextmanager
     def _again(self, name: str) -> Iterator[None]:
@@ -349,6 +390,12 @@ class CutBoard(GateBoard):
                     seen.add(node)
                     stack.append(node)
                     yield node
+
+
+def _switch_recording(to: bool) -> None:
+    """Switch the recording of a graph on or off, unseen by the modes that watch the program."""
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(to)
 
 
 def _is_asked_by_program() -> bool:

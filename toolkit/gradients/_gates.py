@@ -260,6 +260,9 @@ class GateBoard(Gates):
                 for region in entered:
                     region.views.update(range(start, next_number()))
 
+    def weigh(self) -> None:
+        """Look at the memory that recorded regions take, in front of a call."""
+
     def open_regions(self) -> set[str]:
         """Return the recorded regions that the program is in."""
         return {region.name for region in self._entered()}
@@ -390,6 +393,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs, func = kwargs or {}, replaced_by(func)
         if self._board.records:
+            self._board.weigh()
             self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         elif not torch._C.is_grad_enabled() and not serves_toolkit(sys._getframe(1)):
             self._board.unrecorded += any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))

@@ -22,6 +22,7 @@ from toolkit.gradients._cuts import WRITES_STAY_BLOCKED
 from toolkit.gradients._eager import without_compiled_code
 from toolkit.gradients._parts import Parts
 from toolkit.gradients._program import coarsest, keeping_selected, nodes_of
+from toolkit.gradients._resident import takes_memory
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.places import BareBlocks
 from toolkit.gradients.audit.replaced import replaced
@@ -140,8 +141,12 @@ class OpenedRun(ScriptRun):
 def left_for_reruns(audit: Audit) -> list[str]:
     """Return the places that are not open in any part, for which a run without them is of use."""
     known = {effect.name for effect in audit.effects}
-    closed = [entry.site for entry in audit.unopened if entry.site not in known and entry.reason not in _FINAL]
+    closed = [entry.site for entry in audit.unopened if entry.site not in known and not _is_final(entry.reason)]
     return closed if audit.valid else []
+
+
+def _is_final(reason: str) -> bool:
+    return reason in _FINAL or takes_memory(reason)  # a further run would take as much
 
 
 def answer_by_reruns(run: RecordedRun, again: Callable[[Sequence[str]], Found]) -> None:

@@ -320,9 +320,10 @@ class RecordedRun(ScriptRun):
         keys: Number of a backward pass -> key of each parameter (see `key_of`) -> its name, as far as keys are unique.
     """
 
-    def __init__(self, question: Question, *, digests: bool = False) -> None:
-        """Prepare a run."""
+    def __init__(self, question: Question, *, digests: bool = False, memory: float | None = None) -> None:
+        """Prepare a run; `memory` as for `audited`."""
         super().__init__(question, digests=digests)
+        self._memory = memory
         self.audits: dict[int, Audit] = {}
         self.keys: dict[int, dict[str, str]] = {}
         self._recorder: Recorder | None = None
@@ -403,7 +404,7 @@ class RecordedRun(ScriptRun):
         ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if ranks > 1:
             raise Refused(f"The script should run in one process while it is audited. Found {ranks} ranks.")
-        self._recorder = Recorder(self.lessons.real)
+        self._recorder = Recorder(self.lessons.real, self._memory)
         return self._recorder.recording()
 
     def stop(self) -> None:

@@ -78,9 +78,9 @@ class Recorder:
         board: Their cuts.
     """
 
-    def __init__(self, real: Mapping[str, str]) -> None:
-        """Record every place except those in `real`, place -> reason."""
-        self.board = CutBoard(real)
+    def __init__(self, real: Mapping[str, str], memory: float | None = None) -> None:
+        """Record every place except those in `real`, place -> reason; `memory` as for `audited`."""
+        self.board = CutBoard(real, memory)
         self._parted: list[tuple[weakref.ref[Tensor], set[str]]] = []
         self._compiled: list[object] = []
         self.bare = BareBlocks(
@@ -135,6 +135,7 @@ class Recorder:
                 *[_BEYOND] * self.reaches_beyond(value),
                 *[_EAGER] * bool(self._compiled),
                 *_scaling_of(value, alive),
+                *self.board.memory.remarks,
             ],
             closed=self._closed(answers, comparison),
             unreached=dict.fromkeys(sorted(answers.unreached), ""),
@@ -168,7 +169,14 @@ class Recorder:
         alive = [places for tensor, places in self._parted if tensor() is not None]
         shared = dict.fromkeys(sorted(set[str]().union(*alive).difference(comparison.unopened)), _SHARED)
         asked = dict.fromkeys(sorted(self.board.asked), _ASKED)
-        return asked | earlier | nested | shared | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
+        return (
+            asked
+            | earlier
+            | nested
+            | shared
+            | self.board.too_large
+            | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
+        )
 
     def reaches_beyond(self, value: Tensor) -> bool:
         """Return whether the graph of a loss goes back to before the recording."""
@@ -334,7 +342,7 @@ class StepAnswers(Answers):
 
     def _unseen(self, partly: Collection[str]) -> set[str]:
         """Return the blocks of which it is not known whether they are in the graph."""
-        return self.board.written.union(partly, self._bare.real)
+        return self.board.written.union(partly, self._bare.real, self.board.too_large)
 
     @cached_property
     def _met(self) -> set[str]:
@@ -420,6 +428,8 @@ class StepAnswers(Answers):
     def _leaks(self, open: Collection[str]) -> tuple[dict[str, Tensor], frozenset[str]]:
         """Return parameter -> leak of these blocks, and the parameters with a path to the loss while they are open."""
         opened = frozenset(open)
+        if large := sorted(opened & self.board.too_large.keys()):
+            raise Closed(self.board.too_large[large[0]])
         if opened & self.board.inner:
             raise Closed(_INNER if opened & self.board.inner - self.board.overwritten else _REWRITTEN)
         if opened & self.board.nested:
@@ -538,7 +548,7 @@ class AuditedStep:
 
 
 @contextmanager
-def audited(params: Parameters = None) -> Iterator[AuditedStep]:
+def audited(params: Parameters = None, *, memory: float | None = None) -> Iterator[AuditedStep]:
     """Audit the step inside of a ``with``, at each of its backward passes.
 
     The step runs as it does without the audit: its loss and its gradients are the same, bit for bit. Places whose
@@ -549,11 +559,13 @@ def audited(params: Parameters = None) -> Iterator[AuditedStep]:
     Args:
         params: The parameters to differentiate by: a module, a tensor, a dict or iterable of these, or None for
             every leaf that the loss depends on.
+        memory: The most memory in MB that recorded regions, such as a rollout in a ``no_grad``, may take; None for half
+            of the memory that is free. Beyond it they are not recorded, and are listed as not opened.
 
     Raises:
         RuntimeError: If another audit is running in this process, or if the step would have another gradient while it
             is recorded. That is raised in front of the backward pass, and names the place.
-        ValueError: If the step checkpoints with ``use_reentrant=True``.
+        ValueError: If the step checkpoints with ``use_reentrant=True``, or if `memory` is negative.
 
     Example:
         >>> net = torch.nn.Linear(3, 1)
@@ -563,7 +575,7 @@ def audited(params: Parameters = None) -> Iterator[AuditedStep]:
         >>> [str(effect.verdict) for effect in answer.audits[0].effects]
         ['partial']
     """
-    step, recorder = AuditedStep(), Recorder({})
+    step, recorder = AuditedStep(), Recorder({}, memory)
 
     @contextmanager
     def begin(value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
