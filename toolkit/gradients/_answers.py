@@ -122,6 +122,10 @@ class Answers(ABC):
     def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
         """Return the gradient with parameters, or cotangents, scaled by about 1; None if it is not available."""
 
+    def elsewhere(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
+        """Return the gradient at parameters scaled by about 1; None if the program does not run again."""
+        return None
+
     @abstractmethod
     def quietly(self) -> AbstractContextManager[None]:
         """Take derivatives without side effects; entered once for many."""
@@ -450,6 +454,9 @@ class ProgramAnswers(Answers):
             return self._opened(open, (seed, size)).gradients
         except Exception:
             return None
+
+    def elsewhere(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
+        return self.nudged(seed, size, open)
 
     @cached_property
     def _loss_rounding(self) -> float:

@@ -34,6 +34,9 @@ _MOST_NOISE, _CLEAR = 3.0, 30.0
 # A leak beyond this multiple of a gradient's rounding is not rounding of that gradient.
 _FAR = 100.0
 
+# The relative change of the parameters that leads away from a point where the gradient vanishes.
+_ELSEWHERE = 0.1
+
 
 class Rounding:
     """Distinguishes the leaks of one program from rounding."""
@@ -61,7 +64,7 @@ class Rounding:
                 noise = self._noise(names, leak, rows)
                 told = beyond & (leaks > _MOST_NOISE * noise)
                 if not told.any():
-                    if self._precision <= torch.finfo(torch.float32).eps and self._vanishes(leaks)[beyond].all():
+                    if self._precision <= torch.finfo(torch.float32).eps and self._vanishes(names, leaks)[beyond].all():
                         return Verdict("redundant")
                     size = max(math.hypot(*opened), math.hypot(*blocked))
                     return Verdict("noise", noise=_MOST_NOISE * math.hypot(*noise) / size)
@@ -152,12 +155,21 @@ class Rounding:
                     uses[name] = max(uses.get(name, 0), node._sequence_nr())
         return uses
 
-    def _vanishes(self, leaks: Floats) -> NDArray[np.bool_]:
-        """Return for each parameter, (P,), whether its blocked gradient is only rounding, and its leak not far larger.
+    def _vanishes(self, names: Sequence[str], leaks: Floats) -> NDArray[np.bool_]:
+        """Return for each parameter, (P,), whether its blocked gradient is only rounding, and its leak too.
 
-        The gradient of a steep function moves as a whole under rounding, and its leak may be a million times larger.
+        The gradient of a steep function also moves as a whole under rounding, and so does its leak. Where the program
+        can run elsewhere, the leak has to be rounding beside the gradient there.
         """
-        return (self._moved >= 0.1 * np.sqrt(self._squares)) & (leaks <= _FAR * self._moved)
+        vanishes = (self._moved >= 0.1 * np.sqrt(self._squares)) & (leaks <= _FAR * self._moved)
+        for seed in range(2 if vanishes.any() else 0):
+            blocked, opened = (self._answers.elsewhere(seed, _ELSEWHERE, open) for open in ((), names))
+            if blocked is None or opened is None:
+                return vanishes
+            pairs = [(flat(blocked[name]).double(), flat(opened[name]).double()) for name in self._params]
+            sizes = np.array([max(norm([before]), norm([after])) for before, after in pairs])
+            vanishes &= np.array([norm([after - before]) for before, after in pairs]) <= self._allowed * sizes
+        return vanishes
 
     @cached_property
     def _moved(self) -> Floats:
