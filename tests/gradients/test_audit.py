@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit import stop_gradient
 from toolkit.gradients import _parts, audit, compare
+from toolkit.gradients.audit import _regions
 
 ORIGINALS = [
     (owner, name, owner.__dict__.get(name))
@@ -982,3 +983,21 @@ def test_a_function_that_leaves_the_gradient_behind_is_listed(kind, take):
     found = audit(lambda: (w * take(w)).sum(), {"w": w})
     assert found.valid
     assert [escape.kind for escape in found.escapes] == [kind]
+
+
+def test_the_modules_of_the_process_are_searched_once_for_all_runs(pair, monkeypatch):
+    searched, naming = [], _regions._naming
+
+    def counted(*args, **kwargs):
+        searched.append(None)
+        return naming(*args, **kwargs)
+
+    monkeypatch.setattr(_regions, "_naming", counted)
+    found = audit(lambda: (pair.a(pair.x) * pair.a(pair.x).detach()).square().mean(), pair.a)
+    assert [effect.verdict.kind for effect in found.effects] == ["partial"]
+    assert len(searched) == 1
+
+
+def test_nothing_stays_replaced_after_the_refusal_of_parameters_without_a_path(pair):
+    with pytest.raises(ValueError, match="should hold a tensor that `loss` depends on"):
+        audit(lambda: pair.a(pair.x).detach().sum() + pair.a(pair.x).sum(), pair.b)

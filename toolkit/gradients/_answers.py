@@ -143,7 +143,8 @@ class Answers(ABC):
     @cached_property
     def flat_blocked(self) -> dict[str, Tensor]:
         """Parameter -> gradient with every block in place, as a vector."""
-        return {name: flat(gradient) for name, gradient in self.plain.gradients.items()}
+        with unobserved():
+            return {name: flat(gradient) for name, gradient in self.plain.gradients.items()}
 
     def include(self, params: Mapping[str, Tensor]) -> None:
         """Differentiate by further tensors, which have no path to the loss with every block in place."""
@@ -173,9 +174,15 @@ class ProgramAnswers(Answers):
         differs: Whether two plain runs were seen to differ.
     """
 
-    def __init__(self, program: Program, sparing: Sparing) -> None:
-        """Run the program; if a run with open blocks fails, `sparing` may exempt the cause."""
-        self.program, self._sparing = program, sparing
+    def __init__(self, program: Program, sparing: Sparing, quiet: ExitStack) -> None:
+        """Run the program.
+
+        Args:
+            program: The program.
+            sparing: May exempt the cause if a run with open blocks fails.
+            quiet: Keeps `quietly` entered after the gates were checked, as their answers are asked for next.
+        """
+        self.program, self._sparing, self._quiet = program, sparing, quiet
         self._spared: set[frozenset[str]] = set()  # blocks that only open together if the cause is exempt
         self.remarks: list[str] = []
         self.reason, self.differs, self._is_quiet = "", False, False
@@ -196,6 +203,7 @@ class ProgramAnswers(Answers):
             meets_nothing, self.nodes = self._meets_nothing(value), []
             self.board = self.board if meets_nothing else self._noted()
         if not (self.plain.reached or self.reason):
+            self.leave_quiet()
             self._refuse_strangers()
         if self.answers_at_once(self.board.meetings):  # the program may never run again
             program.snapshot.forget_values()
@@ -273,13 +281,17 @@ class ProgramAnswers(Answers):
         if not self.board.is_linear(self.nodes):
             return False
         self.board.arrivals = []
+        self._quiet.enter_context(self.quietly())
         try:
             with self.passing(()):
                 gradients = differentiated(value, self.params, self.others)
         except Exception:  # autograd sees changes in place that the program hid from it, or a hook lost what it kept
-            return False
+            gradients = {}
         self._arrivals, self.board.arrivals = self.board.arrivals, None
-        return all(equal(gradients[name], self.plain.gradients[name]) for name in gradients)
+        agree = bool(gradients) and all(equal(gradients[name], self.plain.gradients[name]) for name in gradients)
+        if not agree:
+            self.leave_quiet()
+        return agree
 
     def _meets_nothing(self, value: Tensor | None) -> bool:
         """Return whether neither the program nor a function or hook of its backward pass has a block."""
@@ -401,6 +413,10 @@ class ProgramAnswers(Answers):
             finally:
                 self._is_quiet = False
 
+    def leave_quiet(self) -> None:
+        """Restore what has been set aside since the gates were checked, before the program runs again."""
+        self._quiet.close()
+
     def leak(self, names: Sequence[str]) -> Leak:
         """Return the leak of these blocks, opened together."""
         carried = any(self.board.meetings[name].carried for name in names)
@@ -480,7 +496,7 @@ def answers_of(
         def begun(*, everywhere: bool = False) -> ProgramAnswers:
             program = Program(loss, params, around, everywhere=everywhere)
             session.enter_context(program.snapshot.session(is_new=True))
-            return ProgramAnswers(program, sparing)
+            return ProgramAnswers(program, sparing, session.enter_context(ExitStack()))
 
         answers = begun()
         if answers.differs:  # by state in the globals of a package, perhaps

@@ -239,8 +239,12 @@ class RegionStops:
 
 def _naming(function: Any, *, by_any_name: bool) -> list[tuple[Any, str]]:
     """Return the modules that have imported a function of torch, and its name there."""
+    modules = list(sys.modules.items())
+    if not by_any_name:  # few of thousands have it
+        name = function.__name__
+        modules = [pair for pair in modules if getattr(pair[1], "__dict__", {}).get(name) is function]
     found = list[tuple[Any, str]]()
-    for path, module in list(sys.modules.items()):
+    for path, module in modules:
         if path.partition(".")[0] in ("torch", "toolkit") and path not in ("torch", "torch._C"):
             continue
         variables = getattr(module, "__dict__", {})

@@ -62,6 +62,7 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
         for place in bare.decorators:
             answers.board.meetings.pop(place, None)
         comparison = Comparison(answers, nested=bare.nested)
+        answers.leave_quiet()
         kept = [] if comparison.reason else _kept_from_earlier_calls(answers)
         cached = [f"the results of {name}" for name in answers.program.parts.cached]
         known = ", ".join(cached + kept)
