@@ -125,7 +125,9 @@ def test_lightning_logs_the_leaks(tmp_path):
             self.net = _Net()
 
         def training_step(self, batch, index):
-            return self.net.loss(batch)
+            loss = self.net.loss(batch)
+            self.log("loss", loss)
+            return loss
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
@@ -145,11 +147,12 @@ def test_lightning_logs_the_leaks(tmp_path):
     plain, _ = trained()
     watched, logger = trained(callback)
     assert all(map(torch.equal, watched.state_dict().values(), plain.state_dict().values()))
-    assert sorted({record.step for record in callback.history.records}) == [1, 3, 5]
+    assert sorted({record.step for record in callback.history.records}) == [0, 2, 4]
     first = callback.history.records[0]
     leak = f"stops/{first.stop.replace(':', '-')}/leak"
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["loss"]] == list("012345"), "the trainer's own steps"
     logged = {int(row["step"]): float(row[leak]) for row in rows if row[leak]}
     assert logged == {r.step: r.leak for r in callback.history.records if r.stop == first.stop}
 

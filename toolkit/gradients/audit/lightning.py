@@ -44,10 +44,11 @@ class AuditCallback(Callback):
         self._audit.begin(trainer.global_step, pl_module, trainer.world_size)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Log the answer."""
-        if metrics := self._audit.end(trainer.global_step):
+        """Log the answer, at the step at which the trainer logs the values of this batch."""
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if metrics := self._audit.end(step):
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, trainer.global_step)
+                logger.log_metrics(metrics, step)
 
     def on_exception(self, *_: Any) -> None:
         """Stop recording."""
