@@ -237,6 +237,8 @@ def test_the_page_marks_the_words_that_stop(program):
     assert re.search(r"<figure[^>]*>\s*<svg", text)
     assert "<footer><code>stopgrad" in text
     assert text.count("<section>") == text.count("</section>") == 4
+    for excerpt in re.findall("<pre>(.*?)</pre>", text, re.DOTALL):
+        assert re.search(r"</i>\S", excerpt), "a narrow screen has no room for an indent that all lines share"
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,16 @@ def _excerpt(site: Site, kind: str) -> str:
     first = max(1, site.line - _LINES_AROUND)
     last = min(len(lines), site.line + _LINES_AROUND)
     span = stop_span("".join(lines), site.line, site.column, kind)
-    shown = [_source_line(number, lines[number - 1], span, number == site.line) for number in range(first, last + 1)]
+    indent = min((_indent(line) for line in lines[first - 1 : last] if line.strip()), default=0)
+    if span is not None:
+        span = span[0] - indent, span[1] - indent
+    numbered = ((number, lines[number - 1][indent:] or "\n") for number in range(first, last + 1))
+    shown = [_source_line(number, line, span, number == site.line) for number, line in numbered]
     return f"<pre>{''.join(shown)}</pre>"
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _source_line(number: int, line: str, span: tuple[int, int] | None, is_here: bool) -> str:
