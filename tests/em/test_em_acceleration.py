@@ -294,10 +294,56 @@ def test_an_error_of_the_callback_is_not_swallowed():
 def test_a_step_that_lowers_the_likelihood_is_not_taken(method):
     x = torch.tensor([2.0], dtype=F64)
     found = climb(
-        lambda x: (x + 1, -float(x.sum())), x, pack=lambda x: x, unpack=lambda position: position, accelerate=method
+        lambda x: (x + 1, -float(x.sum())),
+        x,
+        pack=lambda x: x,
+        unpack=lambda position: position,
+        accelerate=method,
+        max_iter=30,
     )
-    assert (found.converged, found.parameters, found.history) == (True, x, (-2.0,))
-    assert found.n_iter == (0 if method == "none" else 1)
+    assert (found.converged, found.parameters, found.history) == (False, x, (-2.0,))  # it falls and falls
+    assert found.n_iter == (0 if method == "none" else 30)
+
+
+def _over_a_valley(x: Tensor) -> tuple[Tensor, float]:
+    """A map that leads from 0 to 10; its value has a valley between 4 and 6, and falls in it."""
+    u = float(x)
+    return x + 0.02 * (10 - x), -((u - 10) ** 2) / 100 - 0.5 * math.exp(-2 * (u - 5) ** 2)
+
+
+@every_method
+@pytest.mark.parametrize("tol", [1e-6, 0.0])
+def test_a_fit_goes_on_beyond_a_valley(method, tol):
+    told = []
+    found = climb(
+        _over_a_valley,
+        torch.tensor([4.2], dtype=F64),
+        pack=lambda x: x,
+        unpack=lambda position: position,
+        accelerate=method,
+        tol=tol,
+        max_iter=600,
+        callback=lambda n_iter, value: told.append((n_iter, value)),
+    )
+    assert found.log_likelihood > -1e-4  # -.45 before the valley; plain steps stop when each gains less than `tol`
+    assert list(found.history) == sorted(found.history)
+    assert [n_iter for n_iter, _ in told] == list(range(len(told)))
+    assert any(value < found.history[0] for _, value in told)
+
+
+@every_method
+def test_a_fit_that_settles_lower_returns_the_highest_point(method):
+    """The value has its maximum at 1, and the map its fixed point at 2, as with a large `reg_covar`."""
+    found = climb(
+        lambda x: (x + 0.3 * (2 - x), -float((x - 1).square().sum())),
+        torch.tensor([0.3], dtype=F64),
+        pack=lambda x: x,
+        unpack=lambda position: position,
+        accelerate=method,
+    )
+    assert found.converged
+    assert 0.7 < float(found.parameters) < 1.3
+    assert found.log_likelihood == found.history[-1] == max(found.history)
 
 
 @accelerated

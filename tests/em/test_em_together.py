@@ -85,6 +85,38 @@ def test_a_climb_among_others_is_that_alone(accelerate, tol, limit):
         assert found.histories[i] == pytest.approx(alone.history, abs=1e-6)
 
 
+@pytest.mark.parametrize("accelerate", ["none", "squarem", "anderson"])
+@pytest.mark.parametrize(("tol", "limit"), [(1e-6, 900), (0.0, 40), (1e-6, 3)])
+def test_a_fit_over_a_valley_is_that_alone(accelerate, tol, limit):
+    """From below a valley, from inside it, from beyond it, and to a point that lies lower than others on the way."""
+
+    def em(fits, points):
+        u, end = points[:, 0], np.where(fits == 3, 4.6, 10.0)
+        values = -((u - 10) ** 2) / 100 - 0.5 * np.exp(-2 * (u - 5) ** 2)
+        return points + 0.02 * (end - u)[:, None], values, np.zeros(len(fits))
+
+    starts, limits = np.array([[4.2], [4.9], [7.0], [3.5]]), np.full(4, limit)
+    found = climb_together(em, starts, accelerate=accelerate, tol=tol, limits=limits)
+    for i in range(4):
+
+        def one(point, i=i):
+            image, value, _ = em(np.array([i]), point.numpy()[None])
+            return torch.from_numpy(image[0]), float(value[0])
+
+        alone = climb(
+            one,
+            torch.from_numpy(starts[i]),
+            pack=lambda v: v,
+            unpack=lambda v: v,
+            accelerate=accelerate,
+            tol=tol,
+            max_iter=limit,
+        )
+        assert (bool(found.converged[i]), int(found.n_iter[i])) == (alone.converged, alone.n_iter)
+        assert found.histories[i] == pytest.approx(alone.history, abs=1e-6)
+        assert found.positions[i, 0] == pytest.approx(float(alone.parameters), abs=1e-5)
+
+
 def test_a_fit_whose_step_fails_leaves_alone():
     def em(fits, points):
         images = np.where((fits == 1)[:, None] & (points < 5), np.nan, points - 0.3 * points)

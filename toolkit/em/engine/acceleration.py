@@ -49,6 +49,10 @@ MEMORY = 8
 FEW = 2
 FAST = 0.03
 
+# A fall by no more nats per sample always ends a fit; after a larger one so many plain steps may lead higher again.
+SHALLOW = 1e-9
+VALLEY = 10000
+
 # Singular values of Anderson's least squares below this share of the largest count as 0.
 CUT = 1e-7
 
@@ -123,7 +127,11 @@ def climb(
     more than the square root of rounding, or in a region where EM itself is fast, as it is where components hardly
     overlap. If `max_iter` is less than eight, the bound is less in proportion; a single step is plain EM. A jump aims
     at the maximum, so its gain is nearly the whole remaining gain, and the rest is at most about `tol`, except on a
-    plateau near a saddle. In all cases the fit ends when a step lowers the log-likelihood by more than rounding.
+    plateau near a saddle.
+
+    **Falls.** A step may lower the log-likelihood, because of `reg_covar`. A fall by no more than an eighth of `tol`
+    ends the fit. After a larger one plain steps go on, until they lead higher than before, where the fit continues, or
+    until eight of them change the value by no more than `tol`. The result is the highest point.
 
     **The last bit decides nothing.** Two log-likelihoods that differ by less than `rounding` count as equal, so that
     another processor, number of threads or order of the samples takes the same plain steps. Jumps multiply rounding
@@ -140,7 +148,7 @@ def climb(
         rounding: Difference of two log-likelihoods, in units of 1 nat and their size, below which they count as equal:
             more than its default if the log-likelihood is computed in float32.
         error: Takes parameters to the rounding error of their log-likelihood, nats per sample, where it may exceed
-            `rounding`. No smaller fall ends the fit.
+            `rounding`. A smaller fall counts as none.
         callback: Called after each evaluation with the number of evaluations after the start, and the log-likelihood,
             which is lower than before for a jump that is not taken.
 
@@ -182,6 +190,18 @@ def climb(
     recent = [here]  # the last points moved to
     stuck = 0  # how often neither the likelihood nor the residual moved
     converged = stepped = False
+    there: _Point[P] | None = None
+
+    def step() -> float:
+        nonlocal there, n_iter
+        assert there is not None
+        n_iter += 1
+        with contextlib.suppress(ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            there = evaluate(there.image, there.image_position)
+            tell(there)
+            return there.value
+        return math.nan
+
     while not converged and n_iter < max_iter:
         there, noise = None, rounding * (1 + abs(here.value))
         target = method.jump(here, stepped)
@@ -205,9 +225,14 @@ def climb(
             _check_finite(there.value)
             fall = history[-1] - there.value
             if fall > noise and (error is None or fall > error(there.parameters)):
-                n_iter -= accelerate == "none"
-                converged = True
-                break
+                reached, least = n_iter - 1, max(tol, noise)
+                shallow = fall <= max(tol / MEMORY, SHALLOW)
+                if shallow or not across(step, there.value, history[-1] + least, least, max_iter - n_iter):
+                    converged = shallow or n_iter < max_iter
+                    n_iter = reached if accelerate == "none" else n_iter
+                    break
+                gained += [history[-1]] * (n_iter - 1 - reached)
+                method, recent = _METHODS[accelerate](), []
         history.append(max(there.value, history[-1]))  # equal to rounding counts as not lower
         gained.append(history[-1])
         if accelerate == "none":
@@ -395,6 +420,29 @@ def _is_taken(there: _Point[P], here: _Point[P], rounding: float) -> bool:
 
 def _has_gained_little(gained: Sequence[float], count: int, most: float) -> bool:
     return len(gained) > count and gained[-1] - gained[-1 - count] <= most
+
+
+def across(step: Callable[[], float], value: float, above: float, least: float, limit: int) -> bool:
+    """Take plain steps from a point that lies lower than one before, and say whether they lead higher.
+
+    They end where they do, where the value settles, and where a step fails.
+
+    Args:
+        step: Takes a plain step, and returns the value at its end, NaN if it fails.
+        value: The value before the first step.
+        above: The value to exceed.
+        least: The change of the value in eight steps that counts as one.
+        limit: The most steps.
+    """
+    values = [value]
+    while len(values) <= limit:
+        values.append(step())
+        if not values[-1] <= above:
+            return math.isfinite(values[-1])
+        last = values[-1 - MEMORY :]
+        if len(last) > MEMORY and max(last) - min(last) <= least:
+            break
+    return False
 
 
 def _is_fast(before: _Point[P], now: _Point[P]) -> bool:

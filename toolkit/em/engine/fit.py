@@ -84,8 +84,8 @@ def fit(
 ) -> Fit:
     """Maximise the log-likelihood of a Gaussian mixture by EM.
 
-    Each step is `em_step`, or is extrapolated from several (see `climb`). A step that lowers the log-likelihood by more
-    than rounding, because of `reg_covar`, is not taken, and ends the fit.
+    Each step is `em_step`, or is extrapolated from several. The result is the highest point, also where `reg_covar`
+    makes some steps lower the log-likelihood (see `climb`).
 
     Args:
         x: (N, D), float32 or float64, finite. Or chunks of it (B, D), arrays or tensors, alone or in pairs with their

@@ -8,6 +8,7 @@ B fits, P coordinates, M points remembered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit._checks import choice
-from toolkit.em.engine.acceleration import CUT, FAST, FEW, MEMORY, Accelerate
+from toolkit.em.engine.acceleration import CUT, FAST, FEW, MEMORY, SHALLOW, Accelerate, across
 from toolkit.em.engine.rounding import ROUNDING
 
 __all__ = ["Climbs", "EmOfRows", "climb_together"]
@@ -81,6 +82,13 @@ class _Rows:
         self.by_squarem = np.zeros(n, bool)
         self.length, self.bound = np.ones(n), np.full(n, 4.0)
 
+    def begin(self, row: int, n_steps: int) -> None:
+        """Begin to jump anew in one row, after so many steps that led no higher."""
+        self.gained[row] = np.append(self.gained[row, n_steps:], np.repeat(self.last[row], min(n_steps, MEMORY + 1)))
+        self.before[row], self.known[row], self.by_squarem[row] = np.nan, False, False
+        self.steps[row], self.changes[row], self.count[row] = 0, 0, 0
+        self.patience[row], self.left[row], self.length[row], self.bound[row] = 1, 0, 1.0, 4.0
+
     def keep(self, mask: _Mask) -> None:
         """Drop the other rows."""
         state: dict[str, npt.NDArray[Any]] = vars(self)
@@ -91,6 +99,21 @@ class _Rows:
         if mask.any():
             self.steps[mask] = self.changes[mask] = 0
             self.count[mask] = 0
+
+
+class _Walk:
+    """Plain steps of one fit, from the image (1, P) of a point."""
+
+    def __init__(self, em: EmOfRows, fit: _Ints, image: _Floats) -> None:
+        self.em, self.fit = em, fit
+        self.position, self.image, self.value, self.n_steps = image, image, math.nan, 0
+
+    def step(self) -> float:
+        """Take a step, and return the log-likelihood at its end, NaN if the next step would fail."""
+        self.position, self.n_steps = self.image, self.n_steps + 1
+        self.image, value, _ = self.em(self.fit, self.position)
+        self.value = float(value[0]) if _are_finite(self.image, value)[0] else math.nan
+        return self.value
 
 
 def climb_together(
@@ -140,6 +163,18 @@ def climb_together(
         _judge(rows, jumping, taken)
         lost, fall = ~jumping & ~finite, rows.last - value
         fell = ~jumping & finite & (fall > noise) & (fall > error)
+        low = fell & (fall > max(tol / MEMORY, SHALLOW))
+        for row in low.nonzero()[0].tolist():
+            walk, least = _Walk(em, rows.ids[row : row + 1], image[row : row + 1]), max(tol, float(noise[row]))
+            limit = int(rows.limit[row] - rows.n_iter[row])
+            fell[row] = not across(walk.step, float(value[row]), float(rows.last[row]) + least, least, limit)
+            low[row] = fell[row] and walk.n_steps == limit
+            rows.n_iter[row] += 0 if fell[row] and plain else walk.n_steps
+            if not fell[row]:
+                target[row], image[row], value[row] = walk.position[0], walk.image[0], walk.value
+                residual[row], gain[row] = image[row] - target[row], value[row] - rows.value[row]
+                size[row] = _norms(residual[row : row + 1])[0]
+                rows.begin(row, walk.n_steps)
         moved = (taken | ~jumping) & ~lost & ~fell
         rows.n_iter -= fell & plain
         rows.last = np.where(moved, np.fmax(value, rows.last), rows.last)
@@ -150,15 +185,15 @@ def climb_together(
         rows.stuck += still & (size >= 0.5 * rows.size)
         ended = _have_gained_little(rows, tol, noise, plain) | (still & (rows.stuck == 2))
         if tick < MEMORY and tol > 0 and not plain:
-            few = rows.last - rows.gained[:, -1 - FEW] <= tol
+            few = np.isnan(rows.gained[:, 0]) & (rows.last - rows.gained[:, -1 - FEW] <= tol)
             ended |= few & ((size * size <= noise) | _are_fast(rows.before, target, residual, size))
             rows.before = np.where(moved[:, None, None], np.stack([rows.position, rows.residual], 1), rows.before)
         for name, after in (("position", target), ("image", image), ("residual", residual)):
             setattr(rows, name, np.where(moved[:, None], after, getattr(rows, name)))
         rows.size, rows.value = np.where(moved, size, rows.size), np.where(moved, value, rows.value)
         rows.stepped, rows.refused = np.where(moved, ~jumping, rows.stepped), jumping & ~taken
-        converged = fell | (moved & ended)
-        over = converged | lost | (rows.n_iter >= rows.limit)
+        converged = (fell & ~low) | (moved & ended)
+        over = converged | fell | lost | (rows.n_iter >= rows.limit)
         if over.any():
             ids = rows.ids[over]
             found.positions[ids], found.n_iter[ids] = rows.position[over], rows.n_iter[over]
