@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -26,6 +27,8 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda part: 1 - part,
     "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
 }
+
+_TIMED_UPDATES = 50
 
 _ROOMS = {
     "toolkit.rbm.BernoulliRBM": "toolkit.rbm.estimators",
@@ -105,9 +108,10 @@ def methods(
     train: dict[str, Callable[[], Mapping[str, Sequence[float]]]] = {
         method.name: partial(_train, method, images, batch_size, points, start, measure, seed) for method in chosen
     }
+    times = {method.name: partial(_seconds, method, images, batch_size, start, seed) for method in chosen}
     for name in estimators:
         train[f"{name} at its defaults"] = partial(_fit, name, images, start, measure, seed)
-    return Methods(label="update", steps=tuple(points), train=train)
+    return Methods(label="update", steps=tuple(points), train=train, times=times)
 
 
 def batches(n_images: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -163,6 +167,18 @@ def _train(
                 for mean, parameter in zip(average.parameters(), rbm.parameters(), strict=True):
                     mean.lerp_(parameter, 1 / averaged)
     return found
+
+
+def _seconds(method: Method, images: Tensor, batch_size: int | None, start: Callable[[], RBM], seed: int) -> float:
+    """Return the seconds of an update."""
+    begin = 0.0
+
+    def measure(rbm: RBM) -> dict[str, float]:
+        nonlocal begin
+        begin, since = time.perf_counter(), begin
+        return {"seconds": (begin - since) / _TIMED_UPDATES}
+
+    return _train(method, images, batch_size, (0, _TIMED_UPDATES), start, measure, seed)["seconds"][-1]
 
 
 def _fit(

@@ -18,10 +18,11 @@ N images, C classes.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Annotated, Literal, Self
 
 import torch
@@ -95,6 +96,12 @@ class Choice(BaseModel):
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.method}: {error}") from None
         return self
+
+    @property
+    def replays(self) -> int:
+        """Updates on each batch."""
+        method = self.make()
+        return method.replays if isinstance(method, Free) else 1
 
     def make(self) -> Method:
         """Return the method.
@@ -246,21 +253,19 @@ def _methods(
     updates = -(-len(data.inputs) // config.batch_size)
     epochs, every = (max(1, round(number / updates)) for number in (config.steps, config.evaluate_every))
 
-    def trained(choice: Choice) -> dict[str, Sequence[float]]:
-        model, method = _network(config, data, seed), choice.make()
-        found = [scores(model)]
+    def train(model: nn.Module, choice: Choice, epochs: int, judge: Callable[[nn.Module], None]) -> None:
+        # A replay is one update: the method gets as many updates as the others, and is judged at its end.
+        replays = choice.replays
 
-        def judge(model: nn.Module) -> dict[str, float]:
-            found.append(scores(model))
+        def evaluate(model: nn.Module) -> dict[str, float]:
+            judge(model)
             return {}
 
-        # A replay is one update: the method gets as many updates as the others, and is judged at its end.
-        replays = method.replays if isinstance(method, Free) else 1
         train_method(
             model,
             data.inputs,
             data.labels,
-            method=method,
+            method=choice.make(),
             epsilon=config.epsilon,
             norm=config.norm,
             epochs=max(1, round(epochs / replays)),
@@ -269,18 +274,34 @@ def _methods(
             average=choice.average,
             augment=_augmentation(config),
             generator=torch.Generator().manual_seed(seed),
-            evaluate=judge,
+            evaluate=evaluate,
             evaluate_every=every if replays == 1 else epochs,
         )
-        kept = found if replays == 1 else found[-1:]
+
+    @cache
+    def at_the_start() -> dict[str, float]:
+        return scores(_network(config, data, seed))
+
+    def trained(choice: Choice) -> dict[str, Sequence[float]]:
+        model, found = _network(config, data, seed), [at_the_start()]
+        train(model, choice, epochs, lambda model: found.append(scores(model)))
+        kept = found if choice.replays == 1 else found[-1:]
         values: dict[str, Sequence[float]] = {name: [each[name] for each in kept] for name in kept[0]}
         if config.ensemble:
             values[_ENSEMBLE] = [_under_the_ensemble(model, test, config.epsilon, config.norm)]
         return values
 
-    points = tuple(dict.fromkeys([*range(0, epochs, every), epochs]))
+    def seconds(choice: Choice) -> float:
+        model, count = _network(config, data, seed), 2 * choice.replays
+        begin = time.perf_counter()
+        train(model, choice, count, lambda model: None)
+        return (time.perf_counter() - begin) / count
+
     return Methods(
-        label="epoch", steps=points, train={choice.name: partial(trained, choice) for choice in config.methods}
+        label="epoch",
+        steps=tuple(dict.fromkeys([*range(0, epochs, every), epochs])),
+        train={choice.name: partial(trained, choice) for choice in config.methods},
+        times={choice.name: partial(seconds, choice) for choice in config.methods},
     )
 
 

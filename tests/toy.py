@@ -103,6 +103,7 @@ def run(config, seed):
                 "jump": lambda: {{"objective": [0.5], "first weight": [float("nan")]}},
                 **({{"stumble": lambda: {{"objective": [1.0, 2.0]}}}} if config.kind == "stumbles" else {{}}),
             }},
+            times={{"walk <b>on</b>": lambda: 0.25}} if config.kind == "timed" else {{}},
         ) if config.kind in ("methods", "stumbles", "timed") else None,
     )
 '''

@@ -79,9 +79,11 @@ def test_times_of_a_sweep_and_of_methods_are_measured_for_the_first_seed_alone(t
     first, second = _records(tmp_path)
     for name, variant in first.data["variants"].items():
         assert variant["sweep"]["lap (s)"] == [1.0, 2.0, 4.0 if "target" in name else 5.0]
-    assert all(method["seconds"] >= 0 for method in first.data["methods"]["trained"].values())
+    timed = [
+        [way["seconds_per_step"] for way in found.data["methods"]["trained"].values()] for found in (first, second)
+    ]
+    assert timed == [[0.25, None], [None, None]]
     assert all(variant["sweep"]["lap (s)"] == [None] * 3 for variant in second.data["variants"].values())
-    assert all(method["seconds"] is None for method in second.data["methods"]["trained"].values())
     assert "lap (s)" in (tmp_path / "pages" / "toy_timed.html").read_text()
 
 

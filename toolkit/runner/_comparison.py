@@ -22,7 +22,6 @@ from toolkit.gradients.memory import MemoryUse
 from toolkit.runner._config import ExperimentConfig, LoadedConfig
 from toolkit.runner._experiment import Methods, Run
 from toolkit.runner._records import (
-    MEASURED_SEEDS,
     environment,
     is_finished,
     lacks_seconds,
@@ -59,7 +58,7 @@ def run_config(loaded: LoadedConfig, root: Path, *, on_method: Callable[[str], N
         if not is_finished(folder, seed):
             write_record(folder, seed, *record_of(loaded, seed, on_method=on_method))
         if lacks_seconds(folder, seed):
-            write_times(folder, seed, times_of(loaded, seed, on_method))
+            write_times(folder, seed, times_of(loaded, seed))
     return folder
 
 
@@ -77,7 +76,7 @@ def record_of(
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Train every variant of one seed; return its record and its gradients.
 
-    Times are left out, and of the seeds that are measured also other methods, which are trained when they are measured.
+    Times are left out, and measured later.
 
     Raises:
         RunError: If two variants differ before any gradient was used, or the program does not reach an opened block.
@@ -120,7 +119,7 @@ def record_of(
         **environment(config.threads),
         "blocks": {name: known[name].why for variant in config.variants for name in sorted(variant)},
         **_description(run),
-        "methods": _methods(run.methods, seed, on_method),
+        "methods": None if run.methods is None else _methods(run.methods, on_method),
         "comparison": {"first": first.to_dict(), "last": last.to_dict()},
         "variants": variants,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -164,15 +163,8 @@ def _description(run: Run) -> dict[str, Any]:
     }
 
 
-def _methods(methods: Methods | None, seed: int, on_method: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the other methods without their times; those of the seeds that are measured are trained later."""
-    if methods is None:
-        return None
-    trained = None
-    if seed >= MEASURED_SEEDS:
-        found = train_methods(methods, on_method)
-        trained = {name: {**each, "seconds": None} for name, each in found.items()}
-    return {"label": methods.label, "steps": list(methods.steps), "trained": trained}
+def _methods(methods: Methods, on_method: Callable[[str], None]) -> dict[str, Any]:
+    return {"label": methods.label, "steps": list(methods.steps), "trained": train_methods(methods, on_method)}
 
 
 def _made(loaded: LoadedConfig, seed: int) -> Run:
@@ -251,12 +243,12 @@ def _check_first_losses(trained: Mapping[Variant, Training], rounding: float) ->
             )
 
 
-def times_of(loaded: LoadedConfig, seed: int, on_method: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+def times_of(loaded: LoadedConfig, seed: int) -> dict[str, Any]:
     """Return the part of the record that is measured. Nothing else should run beside it.
 
     Returns:
-        ``"variants"``: for each variant the seconds of a step, and the times of the sweep. ``"methods"``: the other
-        methods, as `train_methods` returns them.
+        ``"variants"``: for each variant the seconds of a step, and the times of the sweep. ``"methods"``: name of
+        another method -> the seconds of a step.
     """
     config, make = loaded.config, partial(_made, loaded, seed)
     torch.set_num_threads(config.threads)
@@ -265,7 +257,8 @@ def times_of(loaded: LoadedConfig, seed: int, on_method: Callable[[str], None] =
         for variant, seconds in _seconds_per_step(make, config.variants).items()
     }
     methods = make().methods
-    return {"variants": variants, "methods": None if methods is None else train_methods(methods, on_method)}
+    times = {} if methods is None else {name: float(measure()) for name, measure in methods.times.items()}
+    return {"variants": variants, "methods": times}
 
 
 def _memory(run: Run, variant: Variant) -> MemoryUse:

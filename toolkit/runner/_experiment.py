@@ -101,13 +101,15 @@ class Methods:
         steps: The steps at which they are evaluated.
         train: Name of a method -> function that trains it from its start and returns its metrics, as `Run.evaluate`
             does, at each of `steps`; one number each if only the end is known. The function does not change the run,
-            and all its randomness comes from the seed. Nothing else runs beside a method of the first seeds, whose
-            time counts.
+            and all its randomness comes from the seed.
+        times: Name of a method -> function that measures the seconds of one step. Nothing else runs meanwhile, and only
+            the first seeds are measured.
     """
 
     label: str
     steps: tuple[int, ...]
     train: Mapping[str, Callable[[], Mapping[str, Sequence[float]]]]
+    times: Mapping[str, Callable[[], float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

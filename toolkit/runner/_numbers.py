@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from toolkit.runner._chart import significant
 from toolkit.runner._figures import degrees
 
-__all__ = ["NOTHING", "brief", "degrees_of", "in_bytes", "milliseconds", "ranged", "spread"]
+__all__ = ["NOTHING", "brief", "degrees_of", "duration", "in_bytes", "ranged", "spread"]
 
 # A smaller number in a table is rounding.
 NOTHING = 1e-9
@@ -42,9 +42,9 @@ def brief(value: float) -> str:
     return significant(value, 4) if abs(value) > NOTHING else "0"
 
 
-def milliseconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Write a time."""
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def in_bytes(count: float) -> str:

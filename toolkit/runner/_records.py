@@ -186,7 +186,7 @@ def write_record(folder: Path, seed: int, data: Mapping[str, Any], gradients: Ma
 
 
 def write_times(folder: Path, seed: int, times: Mapping[str, Any]) -> None:
-    """Complete a record atomically by its times, and by the methods that were trained to measure theirs."""
+    """Complete a record atomically by its times."""
     path = _seed(folder, seed) / "record.json"
     data = json.loads(path.read_text(encoding="utf-8"))
     for name, measured in times["variants"].items():
@@ -194,8 +194,8 @@ def write_times(folder: Path, seed: int, times: Mapping[str, Any]) -> None:
         variant["seconds_per_step"] = measured["seconds_per_step"]
         if variant["sweep"] is not None:
             variant["sweep"].update(measured["sweep"])
-    if data["methods"] is not None:
-        data["methods"]["trained"] = times["methods"]
+    for name, method in ((data["methods"] or {}).get("trained") or {}).items():
+        method["seconds_per_step"] = times["methods"].get(name)
     _write_json(path.with_name(".record.json"), data).replace(path)
 
 

@@ -26,7 +26,7 @@ from toolkit.runner._figures import (
     draw_plane,
 )
 from toolkit.runner._findings import broken_claims, doubts, finals, median
-from toolkit.runner._numbers import degrees_of, in_bytes, milliseconds, ranged, spread
+from toolkit.runner._numbers import degrees_of, duration, in_bytes, ranged, spread
 from toolkit.runner._records import BLOCKED, ExperimentRecords, Record, overrides_of
 from toolkit.runner._sections import (
     OthersView,
@@ -273,7 +273,7 @@ def _costs(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
         return title, bars
 
     panels = [
-        panel("time of a gradient", "seconds_per_step", milliseconds),
+        panel("time of a gradient", "seconds_per_step", duration),
         panel("graph memory", "graph_bytes", in_bytes),
         panel("peak memory", "peak_bytes", in_bytes),
     ]

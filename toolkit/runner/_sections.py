@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from toolkit.runner._figures import METHODS, Band, Level, Strip, draw_methods, draw_strips, draw_sweep
 from toolkit.runner._findings import finals, rounding
-from toolkit.runner._numbers import brief, ranged, spread
+from toolkit.runner._numbers import brief, duration, ranged, spread
 from toolkit.runner._records import BLOCKED, WITHOUT_EFFECT, ExperimentRecords, Record, overrides_of
 from toolkit.runner._sentences import count_of, events_of, headline_of, limit_of, training_effect
 
@@ -164,12 +164,15 @@ def methods_section(records: Sequence[Record]) -> Section | None:
         ends = [
             ranged([method["metrics"][metric][-1] for method in trained], brief) for metric in ("objective", *others)
         ]
-        rows.append([name, best, at, *ends, ranged([method["seconds"] for method in trained], "{:.3g} s".format)])
+        time = ranged([method.get("seconds_per_step") for method in trained], duration)
+        rows.append([name, best, at, *ends, time])
     references = reference_levels(newest)
     for level in references:
         rows.append([level.label, "–", "–", brief(level.value), *["–"] * len(others), "–"])
     label, objective = methods["label"], newest["objective"]["label"]
-    heads = ["method", "best on the way", f"at {label}", "at the end", *others, "processor time"]
+    heads = ["method", "best on the way", f"at {label}", "at the end", *others, f"time per {label}"]
+    if all(row[-1] == "–" for row in rows):  # nobody asked for times
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
     picture = draw_methods(objective, label, bands, [*levels, *references], best_value(records))
     return Section(label, picture, heads, rows)
 

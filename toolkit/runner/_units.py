@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +96,16 @@ def trained(unit: Unit, tell: Tell) -> Answer:
             tell(("step", unit, steps))
             steps, told = 0, time.monotonic()
 
-    on_method = partial(_tell_method, unit, tell)
+    def on_method(name: str) -> None:
+        tell(("method", unit, name))
+
     tell(("begin", unit, unit.steps))
     return _answer(unit, lambda config: record_of(config, unit.seed, on_step=on_step, on_method=on_method))
 
 
 def measured(unit: Unit, tell: Tell) -> Answer:
     """Return the times of a unit. Nothing else should run beside it."""
-    return _answer(unit, lambda config: (times_of(config, unit.seed, partial(_tell_method, unit, tell)),))
-
-
-def _tell_method(unit: Unit, tell: Tell, name: str) -> None:
-    tell(("method", unit, name))
+    return _answer(unit, lambda config: (times_of(config, unit.seed),))
 
 
 def _answer(unit: Unit, function: Callable[[LoadedConfig], tuple[Any, ...]]) -> Answer:
