@@ -472,6 +472,7 @@ class ProgramAnswers(Answers):
             return None
 
     def elsewhere(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
+        """Return the gradient at parameters scaled by about 1; None if the program fails there."""
         return self.nudged(seed, size, open)
 
     @cached_property
