@@ -33,8 +33,23 @@ class Site:
         return f"{_short_path(self.file)}:{self.line}:{self.column}"
 
 
+# Place in the code of a function -> the code, whose number in the key stays its own while it is kept, and the site.
+_known: dict[tuple[int, int], tuple[CodeType, Site]] = {}
+_MOST_KNOWN = 4096
+
+
 def site_of(frame: FrameType) -> Site:
     """Return the place that a frame has reached."""
+    key = id(frame.f_code), frame.f_lasti
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        found = _known[key] = frame.f_code, _searched_site(frame)
+    return found[1]
+
+
+def _searched_site(frame: FrameType) -> Site:
     code = frame.f_code
     reached = _further_items(code).get(frame.f_lasti, frame.f_lasti)
     positions = next(itertools.islice(code.co_positions(), reached // 2, None))
@@ -59,12 +74,15 @@ def _further_items(code: CodeType) -> dict[int, int]:
     return found
 
 
+@functools.lru_cache(1024)
+def _is_in_room(file: str) -> bool:
+    return os.path.normcase(file).startswith(_ROOM)
+
+
 def caller() -> Site:
     """Return the place outside of this room from which a block was reached."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (
-        os.path.normcase(frame.f_code.co_filename).startswith(_ROOM) or frame.f_globals.get("__name__") in _PASSING
-    ):
+    while frame is not None and (_is_in_room(frame.f_code.co_filename) or frame.f_globals.get("__name__") in _PASSING):
         frame = frame.f_back
     assert frame is not None
     return site_of(frame)

@@ -379,10 +379,17 @@ def _ends_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     return None if inputs is None else tree_leaves(inputs, is_leaf=lambda found: isinstance(found, GradientEdge))
 
 
+_DERIVATIVES = frozenset({_GRAD, torch.autograd.backward, Tensor.backward})
+
+# One look-up tells most calls from these.
+_OBSERVED = _DERIVATIVES.union(
+    _SHOWING_A_GRAPH,
+    [torch._C._set_grad_enabled, Tensor.register_hook, _GRAD_FN, Tensor.requires_grad_, _REQUIRE_GRADIENT],
+)
+
+
 class _Watch(TorchFunctionMode):
     """Observes every call of a forward pass: derivatives before they are taken, `enable_grad`, and hooks."""
-
-    _derivatives = frozenset({_GRAD, torch.autograd.backward, Tensor.backward})
 
     def __init__(self, board: GateBoard) -> None:
         super().__init__()
@@ -397,7 +404,9 @@ class _Watch(TorchFunctionMode):
             self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         elif not torch._C.is_grad_enabled() and not serves_toolkit(sys._getframe(1)):
             self._board.unrecorded += any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))
-        if func in self._derivatives:
+        if func not in _OBSERVED:
+            pass
+        elif func in _DERIVATIVES:
             self._board.derive(roots_in((args, kwargs)), _ends_of(func, args, kwargs))
             with self._board.deriving():
                 return func(*args, **kwargs)

@@ -49,15 +49,15 @@ class Taken:
         """Restore the content for a run, with copies of iterators, because iterators cannot be reset."""
         if self.moves:
             self.holder.hold(self.holder.lent(self.held, copies))
-        else:
-            self.put_back()
+        elif not self.holder.holds(self.held):
+            self.holder.hold(self.held)
 
 
 def put_back(state: Iterable[Taken]) -> None:
     """Put back all changed state, also if putting back one part raises."""
     with ExitStack() as stack:
         for taken in state:
-            if not taken.is_held():
+            if not taken.holder.holds(taken.held):
                 stack.callback(taken.put_back)
 
 
@@ -275,6 +275,8 @@ _KINDS: dict[type, type[Holder]] = {
 
 def content(owner: Any) -> Holder:
     """Return the holder of the content of a container, an array, or a cache of bounded size."""
+    if type(owner) is dict:  # most are: a module alone has four
+        return _Mapping(owner)
     return next((kind for parent, kind in _KINDS.items() if isinstance(owner, parent)), _Mapping)(owner)
 
 

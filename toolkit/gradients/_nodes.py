@@ -124,7 +124,8 @@ class Cut(torch.autograd.Function):
 
 
 # The classes of the nodes of gates and cuts. Nodes written in C++ are slow to ask for an attribute that they lack.
-_NODES = frozenset({Gate._backward_cls, Cut._backward_cls})
+_CUT = Cut._backward_cls
+_NODES = frozenset({Gate._backward_cls, _CUT})
 
 
 def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
@@ -151,7 +152,7 @@ def roots_in(arguments: Any) -> list[Any]:
 def successors(node: Any) -> list[Any]:
     """Return the nodes behind a node; behind a cut or a made leaf, the node whose gradient ends there."""
     found = [successor for successor, _ in node.next_functions if successor is not None]
-    if found and not is_cut(node):
+    if found and type(node) is not _CUT:
         return found
     source = source_of(node)
     return [] if source is None else [source.node]
@@ -184,7 +185,7 @@ def gate_of(node: Any) -> frozenset[str]:
 
 def is_cut(node: Any) -> bool:
     """Return whether a node is a cut."""
-    return type(node) is Cut._backward_cls
+    return type(node) is _CUT
 
 
 def is_freed(node: Any) -> bool:

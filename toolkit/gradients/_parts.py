@@ -211,10 +211,12 @@ class _Search:
         own = vars(module)
         self.parts.state.append(content(own))
         for key, value in own.items():
-            if key in ("_parameters", "_buffers", "_modules"):
+            if key not in _OF_EVERY_MODULE:
+                self.add(_join(prefix, key), value)
+            elif key in ("_parameters", "_buffers", "_modules"):
                 if isinstance(value, dict):  # a module in TorchScript keeps them elsewhere, and never has others
                     self.parts.state.append(content(value))
-            elif not (key in _OF_EVERY_MODULE and isinstance(value, dict) and not value):
+            elif not isinstance(value, dict) or value:
                 self.add(_join(prefix, key), value)
         self._add_class(prefix, type(module))
 

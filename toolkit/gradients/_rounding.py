@@ -128,11 +128,12 @@ class Rounding:
             return False
         _, last = max(large)
         for divisor in (_PART, 7.0):  # a few digits may come out the same by chance
-            share = torch.full_like(self._answers.gated, 1 / divisor)
+            with unobserved():
+                share = torch.full_like(self._answers.gated, 1 / divisor)
             with self._answers.passing(()):
                 part = self._derivative(self._answers.gated, last, share)
             with unobserved():
-                moved = norm([flat(part).double() / share.double().item() - flat(self._blocked[last]).double()])
+                moved = norm([flat(part).double() / share.item() - self._answers.flat_blocked[last].double()])
             if not moved <= self._answers.precision**0.5 * norms[last]:
                 return False
         return True

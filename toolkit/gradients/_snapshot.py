@@ -31,8 +31,8 @@ class Snapshot:
     def __init__(self, parts: Parts, parameters: Mapping[str, Tensor]) -> None:
         """Take the state now."""
         self._modules = list(dict.fromkeys(m for module in parts.modules.values() for m in module.modules()))
-        leaves = [p for module in self._modules for p in module.parameters(recurse=False)]
-        buffers = [b for module in self._modules for b in module.buffers(recurse=False)]
+        leaves = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
         tensors = {id(t): t for t in [*leaves, *buffers, *parts.tensors.values(), *parameters.values()]}
         self._tensors = [tensor for tensor in tensors.values() if not tensor.is_inference()]
         self.leaves = [tensor for tensor in self._tensors if tensor.is_leaf]

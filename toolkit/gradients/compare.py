@@ -171,7 +171,7 @@ class Comparison:
             self.meetings.setdefault(name, Meeting(site, calls=1))
         names, rows = list(sites), self._products(leak)
         verdict = RoundingOfRuns(self._answers, rows[:, 3], noise, precision).verdict(names, leak, rows)
-        (effect,) = self._effects([_Judged(names, verdict, np.vstack([rows.sum(0), rows]))])
+        (effect,) = self._effects([_Judged(names, verdict, rows)])
         return effect
 
     def _include(self, effect: BlockEffect) -> None:
@@ -392,16 +392,18 @@ class Comparison:
 
     def _judge(self, names: Sequence[str], leak: Leak) -> _Judged:
         rows = self._products(leak)
-        return _Judged(names, self._rounding.verdict(names, leak, rows), np.concatenate([rows.sum(0)[None], rows]))
+        return _Judged(names, self._rounding.verdict(names, leak, rows), rows)
 
     def _effects(self, judged: Sequence[_Judged]) -> list[BlockEffect]:
         """Return the effects of sets of blocks, with the numbers of all of them at once."""
         if not judged:
             return []
         known, effects = declared_blocks(), []
-        numbers = iter(differences(np.concatenate([entry.products for entry in judged])))
+        rows = np.stack([entry.products for entry in judged])
+        totals = iter(differences(rows.sum(1)))
+        numbers = iter(differences(rows.reshape(-1, 4)))
         for names, verdict, _ in judged:
-            meetings, total = [self.meetings[name] for name in names], next(numbers)
+            meetings, total = [self.meetings[name] for name in names], next(totals)
             effects.append(
                 BlockEffect(
                     name=" + ".join(names),
@@ -412,7 +414,7 @@ class Comparison:
                     leak=total.leak,
                     ratio=total.ratio,
                     cosine=total.cosine,
-                    per_parameter={name: next(numbers) for name in self._answers.params},
+                    per_parameter=dict(zip(self._answers.params, numbers, strict=False)),
                 )
             )
         return effects
@@ -489,7 +491,7 @@ def compare(
 
 
 class _Judged(NamedTuple):
-    """A set of blocks, its verdict, and the products of all parameters together and of each: (1 + P, 4)."""
+    """A set of blocks, its verdict, and the products of each parameter, (P, 4)."""
 
     names: Sequence[str]
     verdict: Verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ Floats = NDArray[np.float64]
 
 # Sums and norms of results are no calls for modes to observe, an audit's say, which would take longer than the sums.
 unobserved = torch._C.DisableTorchFunction
+
+# Of other vectors the products are taken in float64.
+_DOTTED = frozenset({torch.float32, torch.float64})
 
 # Vectors are summed in pieces of this many numbers.
 _PIECE = 2**16
@@ -79,6 +83,9 @@ class Difference(NamedTuple):
     cosine: float
 
 
+_as_difference = functools.partial(tuple.__new__, Difference)
+
+
 @dataclass(frozen=True)
 class BlockEffect:
     """The effect of opening one block alone on the gradient.
@@ -132,7 +139,8 @@ def products(leaks: Sequence[Tensor], blocked: Sequence[Tensor], squares: Floats
 
 def _products(leak: Tensor, blocked: Tensor, square: float) -> tuple[float, float, float, float]:
     added, crossed = _dot(leak, leak), _dot(blocked, leak)
-    if not ((_is_single(added) or not leak.any()) and (_is_single(square) or not square)):
+    # Float32 can hold the squares of the numbers of a vector, as far as the sum of these squares tells.
+    if not (1e-30 < added < 1e30 or not leak.any()) or not (1e-30 < square < 1e30 or not square):
         leak, blocked = leak.double(), blocked.double()
         added, crossed = _dot(leak, leak), _dot(blocked, leak)
     opened, dot = square + 2 * crossed + added, square + crossed
@@ -146,7 +154,7 @@ def _products(leak: Tensor, blocked: Tensor, square: float) -> tuple[float, floa
 def _dot(a: Tensor, b: Tensor) -> float:
     if a.numel() > _PIECE:
         return sum(map(_dot, _pieces(a), _pieces(b)))
-    if a.dtype not in (torch.float32, torch.float64):
+    if a.dtype not in _DOTTED:
         a, b = a.double(), b.double()
     return torch.dot(a, b).item()
 
@@ -156,25 +164,21 @@ def _pieces(vector: Tensor) -> Sequence[Tensor]:
     return vector.split(_PIECE)  # type: ignore[no-any-return]
 
 
-def _is_single(square: float) -> bool:
-    """Return whether float32 can hold the squares of the numbers of a vector, from the sum of these squares."""
-    return 1e-30 < square < 1e30
-
-
 def differences(products: Floats) -> list[Difference]:
     """Return the differences of pairs of gradients from their four products, (..., 4)."""
     leak, dot, open, blocked = products.T
     with np.errstate(all="ignore"):  # no gradient with the block: infinite, or not a number
         ratio, lengths = np.sqrt(open / blocked), np.sqrt(open) * np.sqrt(blocked)
         cosine = np.where(lengths > 0, (dot / lengths).clip(-1, 1), math.nan)
-        return list(map(Difference, np.sqrt(leak).tolist(), ratio.tolist(), cosine.tolist()))
+        # A named tuple makes its entries in Python, at three times the cost: there is one for each parameter and block.
+        return list(map(_as_difference, zip(np.sqrt(leak).tolist(), ratio.tolist(), cosine.tolist(), strict=True)))
 
 
 def flat(tensor: Tensor) -> Tensor:
     """Return all numbers of a tensor of any layout, real and imaginary parts apart, as one vector."""
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return tensor.reshape(-1)
+    return tensor if tensor.ndim == 1 else tensor.reshape(-1)
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
@@ -185,7 +189,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
 def norms(tensors: Iterable[Tensor]) -> list[float]:
     """Return the Euclidean norm of the numbers of each tensor."""
     with unobserved():
-        return [torch.linalg.vector_norm(flat(tensor).double()).item() for tensor in tensors]
+        return [torch.linalg.vector_norm(flat(tensor), dtype=torch.float64).item() for tensor in tensors]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -193,7 +197,8 @@ def equal(a: Tensor, b: Tensor) -> bool:
     if a.layout is not b.layout or a.shape != b.shape:
         return False
     with unobserved():
-        a, b = (tensor if tensor.layout is torch.strided else tensor.to_dense() for tensor in (a, b))
+        if a.layout is not torch.strided:
+            a, b = a.to_dense(), b.to_dense()
         if torch.equal(a, b):
             return True
         return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
