@@ -248,6 +248,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_em_small",
         ),
         ("        if loses_digits(distance):\n", "        if distance < 0:\n", "test_em_small"),
+        ("found - 0.5 * total * distances[near]", "found - 0.5 * distances[near]", "test_em_small"),
+        ("if not values[-1] <= above:", "if not values[-1] <= value:", "test_em_acceleration"),
     ],
     "bilevel": [
         (

@@ -27,7 +27,8 @@ from toolkit.em import (
     to_unconstrained,
 )
 from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb, maximise_likelihood
-from toolkit.em.engine.fit import _best_of, climb_prepared
+from toolkit.em.engine.ascent import climb_prepared
+from toolkit.em.engine.fit import _best_of
 from toolkit.em.engine.restarts import Mixtures, climb_starts
 from toolkit.em.engine.rounding import leaders
 from toolkit.em.engine.samples import prepare

@@ -41,7 +41,7 @@ from toolkit.em.covariance.matrices import FULL, quadratic_form, symmetric_produ
 from toolkit.em.engine import fused
 from toolkit.em.engine import samples as _samples
 from toolkit.em.engine.acceleration import ClimbOptions
-from toolkit.em.engine.fit import climb_prepared
+from toolkit.em.engine.ascent import climb_prepared
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, climb_starts
 from toolkit.em.engine.samples import check_rows, prepare
 from toolkit.em.engine.seeding import nearest

@@ -1,7 +1,9 @@
 """EM of small data by NumPy: each step and each fit beside its twin, the pass of torch."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from test_em import (
@@ -11,14 +13,17 @@ from test_em import (
 )
 from values import seeded
 
-from toolkit.em import COVARIANCE_TYPES, GaussianParameters, fit
+from toolkit.em import COVARIANCE_TYPES, GaussianMixture, GaussianParameters, fit
 from toolkit.em.covariance import structure_of
-from toolkit.em.engine import fit as fit_module
+from toolkit.em.engine import ascent as ascent_module
 from toolkit.em.engine import fused
+from toolkit.em.engine.acceleration import ClimbOptions
+from toolkit.em.engine.ascent import climb_prepared, climb_side_by_side
 from toolkit.em.engine.coordinates import flat
 from toolkit.em.engine.fused import accumulate, maximise
 from toolkit.em.engine.samples import prepare
 from toolkit.em.engine.small import SmallData, SmallMixture, is_small
+from toolkit.em.engine.starts import choose_starts
 
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 
@@ -117,7 +122,7 @@ def test_a_fit_is_that_of_the_pass(kind, dtype, monkeypatch):
     x = samples(300).to(dtype)
     quick = fit(x, 3, covariance_type=kind, tol=1e-12, generator=seeded())
     used = []
-    monkeypatch.setattr(fit_module, "is_small", lambda *_: used.append(1))
+    monkeypatch.setattr(ascent_module, "is_small", lambda *_: used.append(1))
     slow = fit(x, 3, covariance_type=kind, tol=1e-12, generator=seeded())
     assert used
     # Both stop where eight steps gain nothing but rounding.
@@ -130,6 +135,106 @@ def test_a_narrow_jump_is_not_taken():
     x = torch.cat([torch.zeros(40, 1, dtype=torch.float64), samples(200)[:, :1]])
     found = fit(x, 2, reg_covar=1e-3, generator=seeded())
     assert float(found.parameters.covariances.min()) >= 1e-3 * (1 - 1e-6)
+
+
+# --- several at once -------------------------------------------------------------------------------------------------
+
+
+def _several(kind):
+    """Return three mixtures: an ordinary one, one whose third component is empty, and one of narrow components."""
+    narrow = _framed(kind)
+    narrow = dataclasses.replace(narrow, precisions_cholesky=3e3 * narrow.precisions_cholesky)
+    return [SmallMixture.of(one) for one in (_framed(kind), _framed(kind, (0.4, 0.6, 0.0)), narrow)]
+
+
+@every_type
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_step_of_several_is_that_of_each(kind, weighted):
+    sample_weight = torch.rand(300, generator=seeded(2), dtype=torch.float64) if weighted else None
+    _, small = _small(kind, samples(300), sample_weight, ridge=1e-3)
+    mixtures = _several(kind)
+    positions, values, errors = small.em_of_several(SmallMixture.stack(mixtures))
+    for i, one in enumerate(mixtures):
+        moved, value = small.em(one)
+        found = one.at(positions[i])
+        np.testing.assert_allclose(found.means, moved.means, atol=1e-10)
+        np.testing.assert_allclose(found.factor, moved.factor, rtol=1e-9, atol=1e-9)
+        assert values[i] == pytest.approx(value, rel=1e-12)
+        assert errors[i] == pytest.approx(small.error(one), rel=1e-12)
+
+
+@every_type
+def test_a_singular_covariance_among_several_is_no_number(kind):
+    x = samples(60)
+    x[:20] = x[0]
+    _, small = _small(kind, x)
+    spiked = _framed(kind)
+    z = next(small._prepared.chunks())[0][:, 0]
+    spiked.means[0] = z
+    wide = 1 if kind == "tied" else torch.tensor([1e2, 1.0, 1.0]).view(-1, *[1] * (spiked.precisions_cholesky.ndim - 1))
+    spiked = dataclasses.replace(spiked, precisions_cholesky=wide * spiked.precisions_cholesky)
+    mixtures = [SmallMixture.of(one) for one in (_framed(kind), spiked)]
+    for _ in range(30):
+        positions, values, _ = small.em_of_several(SmallMixture.stack(mixtures))
+        if np.isnan(positions[1]).any():
+            break
+        mixtures = [one.at(position) for one, position in zip(mixtures, positions, strict=True)]
+    assert np.isfinite(positions[0]).all()
+    assert np.isfinite(values[0])
+    if kind != "tied":
+        assert np.isnan(positions[1]).all()
+        with pytest.raises(ValueError, match="positive definite"):
+            small.em(mixtures[1])
+
+
+@every_type
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("accelerate", ["squarem", "anderson"])
+def test_fits_side_by_side_are_those_alone(kind, dtype, accelerate):
+    x = samples(300).to(dtype)
+    data = prepare(x, kind, 3)
+    settings = {"covariance_type": kind, "reg_covar": 1e-6}
+    starts = choose_starts(x, None, 3, 5, init="random_from_data", generator=seeded(1), **settings)
+    options = ClimbOptions(accelerate=accelerate, tol=1e-6, max_iter=100)
+    limits = [100, 3, 100, 0, 100]
+    found = climb_side_by_side(starts, data, options, reg_covar=1e-6, prior=None, limits=limits)
+    for first, limit, one in zip(starts, limits, found, strict=True):
+        only = dataclasses.replace(options, max_iter=limit)
+        alone = climb_prepared(first, data, only, reg_covar=1e-6, prior=None)
+        # Rounding may decide the last evaluations in float32.
+        assert abs(one.n_iter - alone.n_iter) <= (8 if dtype == torch.float32 else 0)
+        assert one.log_likelihood == pytest.approx(alone.log_likelihood, abs=1e-9 if dtype == torch.float64 else 2e-6)
+        assert one.history[0] == pytest.approx(alone.history[0], abs=1e-9)
+        if dtype == torch.float64:
+            assert difference(one.parameters, alone.parameters) < 1e-5
+            assert one.converged == alone.converged
+
+
+def test_large_data_listeners_and_priors_leave_fits_to_themselves():
+    x = samples(300)
+    settings = {"covariance_type": "full", "reg_covar": 1e-6}
+    starts = choose_starts(x, None, 3, 2, init="kmeans", generator=seeded(), **settings)
+    options = ClimbOptions(accelerate="anderson", tol=1e-6, max_iter=5)
+    data, alone = prepare(x, "full", 3), {"reg_covar": 1e-6, "prior": None}
+    assert None not in climb_side_by_side(starts, data, options, **alone)
+    listened = dataclasses.replace(options, callback=lambda *_: None)
+    assert climb_side_by_side(starts, data, listened, **alone) == [None, None]
+    assert climb_side_by_side(starts[:1], data, options, **alone) == [None]
+    assert climb_side_by_side(starts, prepare(x.repeat(9, 1), "full", 3), options, **alone) == [None, None]
+    assert climb_side_by_side(starts, data, options, **{**alone, "prior": object()}) == [None, None]
+
+
+@every_type
+def test_several_starts_are_the_best_of_fits_alone(kind):
+    x = samples(200)
+    options = {"covariance_type": kind, "init_params": "random_from_data", "random_state": 3, "n_init": 6}
+    together = GaussianMixture(3, **options).fit(x)
+    told = []
+    alone = GaussianMixture(3, callback=lambda *step: told.append(step), **options).fit(x)  # one after the other
+    assert told
+    assert together.lower_bound_ == pytest.approx(alone.lower_bound_, abs=1e-9)
+    torch.testing.assert_close(together.means_, alone.means_, atol=1e-5, rtol=0)
+    assert (together.n_iter_, together.converged_) == (alone.n_iter_, alone.converged_)
 
 
 def test_only_one_chunk_in_memory_is_small():

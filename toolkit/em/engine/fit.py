@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,24 +21,18 @@ from toolkit._data import Rows, rows_of, smallest
 from toolkit._random import check_generator
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
-from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb, climb_family, ranked
-from toolkit.em.engine.checks import check_callback, check_prior, check_variances
-from toolkit.em.engine.fused import maximise, rounding_error
-from toolkit.em.engine.ranks import led, pass_over_ranks
+from toolkit.em.engine.acceleration import Accelerate, ClimbOptions, ranked
+from toolkit.em.engine.ascent import Fit, GaussianPrior, climb_prepared, climb_side_by_side
+from toolkit.em.engine.checks import check_callback, check_prior
+from toolkit.em.engine.ranks import led
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
-from toolkit.em.engine.rounding import ROUNDING
 from toolkit.em.engine.samples import Prepared, check_rows, prepare
 from toolkit.em.engine.seeding import device_of
-from toolkit.em.engine.small import SmallData, SmallMixture, is_small
 from toolkit.em.engine.starts import Init, check_given, check_tensor, choose_starts
-from toolkit.em.engine.statistics import MomentsPrior
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.mixture import log_density
 
-__all__ = ["Fit", "GaussianPrior", "check_resolved", "climb_prepared", "fit"]
-
-# The result of `fit`, with the mixture in the data's floating-point type.
-Fit: TypeAlias = Climb[GaussianParameters]
+__all__ = ["Fit", "check_resolved", "fit"]
 
 # Chunks: a re-iterable, or a function that returns a new iterator.
 _Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -46,20 +40,10 @@ _Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 # The most samples that are used to choose a start.
 _SEEDING = 2**16
 
-# The largest variance that `reg_covar` may add in the coordinates of the pass, where the data have variance 1.
-_LARGEST_RIDGE = 1e6
-
 # The rounding of samples, in units of the width of a component, that may hide differences; and the difference of
 # log-likelihoods, in units of 1 nat and their size, that shows it: an outlier causes far larger ones.
 _HIDDEN = 0.01
 _LOST = 0.1
-
-
-class GaussianPrior(MomentsPrior, Protocol):
-    """A prior of a Gaussian mixture: see `toolkit.em.models.prior`."""
-
-    def log_density(self, parameters: GaussianParameters) -> Tensor:
-        """Return its log-density, nats."""
 
 
 @no_graph()
@@ -182,84 +166,13 @@ def fit(
         if len(starts) == 1:
             return ascend(starts[0])
         if prior is not None or (accelerate != "none" and n_init_keep is None):
-            return _best_of_climbs(starts, data, ascend)  # starts climb together only to the likelihood
+            return _best_of_climbs(starts, data, ascend, options, reg_covar=reg_covar, prior=prior)
         return _best_of(starts, data, ascend, options, keep=n_init_keep or 1, reg_covar=reg_covar)
 
     best = led(decide, data.as_samples(), _to_device)
     if prior is None and group is None:
         check_resolved(best, rows, data)
     return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
-
-
-@no_graph()
-def climb_prepared(
-    first: GaussianParameters,
-    data: Prepared,
-    options: ClimbOptions,
-    *,
-    reg_covar: float,
-    prior: GaussianPrior | None,
-) -> Fit:
-    """Fit from one start on prepared data; float64.
-
-    The iteration runs in the coordinates of the pass, in which means have no offset, and all features and directions
-    have the same scale.
-    """
-    kind, pass_data = first.covariance_type, data.as_samples()
-    structure = structure_of(kind)
-    ridge, log_volume = data.ridge(reg_covar), data.log_volume
-    # In the coordinates of the pass, `reg_covar` would hide variances that are tiny beside it.
-    swallowed = isinstance(ridge, Tensor) and bool(ridge.diagonal().max() > _LARGEST_RIDGE)
-    framed = _framed(first.to(torch.float64), data)
-    rounding = ROUNDING[data.dtype]
-
-    def finished(found: Climb[Any], there: GaussianParameters) -> Fit:
-        stayed = len(found.history) == 1
-        return dataclasses.replace(found, parameters=first.to(torch.float64) if stayed else _unframed(there, data))
-
-    if prior is None and not swallowed and is_small(data, structure, first.n_components):
-        small = SmallData(pass_data, structure, first.n_components, ridge)
-        unscale = None if data.whitening is None else data.whitening.mT.numpy()
-
-        def unpack(position: Tensor) -> SmallMixture:
-            there = origin.unpack(position)
-            check_variances(there.factor if unscale is None else unscale @ there.factor, structure, reg_covar)
-            return there
-
-        def small_em(there: SmallMixture) -> tuple[SmallMixture, float]:
-            moved, value = small.em(there)
-            return moved, value - log_volume
-
-        origin = SmallMixture.of(framed)
-        reached = climb(
-            small_em,
-            origin,
-            pack=SmallMixture.pack,
-            unpack=unpack,
-            rounding=rounding,
-            error=small.error,
-            **vars(options),
-        )
-        return finished(reached, reached.parameters.as_gaussian())
-
-    def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
-        moments = pass_over_ranks(parameters, pass_data)
-        value = float(moments.log_likelihood) - log_volume
-        if prior is None and not swallowed:
-            return maximise(moments, pass_data, kind, ridge), value
-        if prior is not None:
-            value += float(prior.log_density(_unframed(parameters, data))) / data.total_weight
-        return _framed(maximise(moments, data, kind, reg_covar, prior), data), value
-
-    found = climb_family(
-        em,
-        framed,
-        options,
-        rounding=rounding,
-        error=lambda there: rounding_error(there, pass_data),
-        check=lambda there: check_variances(data.factor_from_frame(there.precisions_cholesky), structure, reg_covar),
-    )
-    return finished(found, found.parameters)
 
 
 @no_graph()
@@ -295,22 +208,6 @@ def check_resolved(found: Fit, rows: Rows, data: Prepared) -> None:
         )
 
 
-def _framed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:
-    return dataclasses.replace(
-        parameters,
-        means=data.to_frame(parameters.means),
-        precisions_cholesky=data.factor_to_frame(parameters.precisions_cholesky),
-    )
-
-
-def _unframed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:
-    return dataclasses.replace(
-        parameters,
-        means=data.from_frame(parameters.means),
-        precisions_cholesky=data.factor_from_frame(parameters.precisions_cholesky),
-    )
-
-
 def _best_of(
     starts: list[GaussianParameters],
     data: Prepared,
@@ -323,7 +220,7 @@ def _best_of(
     """Iterate from all starts together, then, unless steps are plain, from the highest points to the end."""
     found = heats(starts, data, options, are_sound=_are_sound, keep=keep, reg_covar=reg_covar)
     if not found:
-        return _best_of_climbs(starts, data, ascend)
+        return _best_of_climbs(starts, data, ascend, options, reg_covar=reg_covar, prior=None)
     climbs = []
     for heat in (one.reached for one in found):
         singular = math.isinf(heat.log_likelihood)
@@ -337,13 +234,20 @@ def _best_of(
 
 
 def _best_of_climbs(
-    starts: list[GaussianParameters], data: Prepared, ascend: Callable[[GaussianParameters], Fit]
+    starts: list[GaussianParameters],
+    data: Prepared,
+    ascend: Callable[[GaussianParameters], Fit],
+    options: ClimbOptions,
+    *,
+    reg_covar: float,
+    prior: GaussianPrior | None,
 ) -> Fit:
-    """Fit from one start after the other, and return the best fit."""
+    """Fit from all starts, and return the best fit."""
+    ahead = climb_side_by_side(starts, data, options, reg_covar=reg_covar, prior=prior)
     climbs = []
-    for first in starts:
+    for first, found in zip(starts, ahead, strict=True):
         with contextlib.suppress(ValueError):  # a covariance became singular
-            climbs.append(ascend(first))
+            climbs.append(found or ascend(first))
     if not climbs:
         raise ValueError(
             f"`covariances` should be positive definite. Found a singular one after each of {len(starts)} starts. More "

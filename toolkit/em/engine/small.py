@@ -9,7 +9,9 @@ N samples, D features, K components, F quadratic features, P free coordinates.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import Structure, soft_counts, structure_of
 from toolkit.em.covariance.structure import expanded
-from toolkit.em.engine.fused import accumulate, expansion_error, loses_digits, maximise
+from toolkit.em.engine.fused import accumulate, error_of_distance, expansion_error, loses_digits, maximise
 from toolkit.em.engine.samples import Prepared
 from toolkit.em.gaussian import GaussianParameters
 
@@ -36,7 +38,7 @@ _SAMPLES = 2**10
 
 @dataclass(frozen=True)
 class SmallMixture:
-    """A mixture in the coordinates of the pass, in arrays of float64.
+    """A mixture in the coordinates of the pass, in arrays of float64; or R of them, with R as the first dimension.
 
     `log_weights` (K,), `means` (K, D); `factor`: that of the precisions, shaped by the structure.
     """
@@ -56,6 +58,20 @@ class SmallMixture:
             structure=structure_of(mixture.covariance_type),
         )
 
+    @classmethod
+    def stack(cls, mixtures: Sequence[SmallMixture]) -> SmallMixture:
+        """Return R mixtures of one structure as one."""
+        return cls(
+            log_weights=np.stack([one.log_weights for one in mixtures]),
+            means=np.stack([one.means for one in mixtures]),
+            factor=np.stack([one.factor for one in mixtures]),
+            structure=mixtures[0].structure,
+        )
+
+    def __getitem__(self, which: Any) -> SmallMixture:
+        """Return one or some of R mixtures."""
+        return SmallMixture(self.log_weights[which], self.means[which], self.factor[which], self.structure)
+
     def as_gaussian(self) -> GaussianParameters:
         """Return this mixture in tensors."""
         log_weights, means, factor = map(torch.from_numpy, (self.log_weights, self.means, self.factor))
@@ -63,27 +79,37 @@ class SmallMixture:
             log_weights=log_weights, means=means, precisions_cholesky=factor, covariance_type=self.structure.name
         )
 
-    def pack(self) -> Tensor:
-        """Return free coordinates (P,): the values of `to_unconstrained`, side by side."""
+    def position(self) -> Any:
+        """Return free coordinates (P,): the values of `to_unconstrained`, side by side; or (R, P)."""
+        leading = self.log_weights.shape[:-1]
         leaves = (self.log_weights, self.means, self.structure.pack(self.factor))
-        return torch.from_numpy(np.concatenate([leaf.reshape(-1) for leaf in leaves]))
+        return np.concatenate([leaf.reshape(*leading, -1) for leaf in leaves], -1)
+
+    def pack(self) -> Tensor:
+        """Return free coordinates as a tensor."""
+        return torch.from_numpy(self.position())
 
     def unpack(self, position: Tensor) -> SmallMixture:
-        """Return the mixture of this shape at these coordinates.
+        """Return the mixture of this shape at these coordinates (P,).
 
         Raises:
             ValueError: If a coordinate is not a number, or plus infinity. A weight may be 0.
         """
-        values, (k, d) = _array(position), self.means.shape
+        values = _array(position)
         if not (values < math.inf).all():
             raise ValueError("A jump should lead to finite coordinates.")
-        log_weights, means, coordinates = values[:k], values[k : k + k * d], values[k + k * d :]
-        highest = log_weights.max()
-        log_weights = log_weights - (highest + np.log(np.exp(log_weights - highest).sum()))
-        shape = self.structure.shape_of_one(d)
-        leading = () if self.structure.is_shared else (k,)
-        packed: Any = coordinates.reshape(*leading, *([-1] if shape else []))
-        return SmallMixture(log_weights, means.reshape(k, d), self.structure.unpack(packed, d), self.structure)
+        return self.at(values)
+
+    def at(self, positions: Any) -> SmallMixture:
+        """Return the mixture of this shape at these coordinates (P,), or R mixtures at (R, P)."""
+        leading, (k, d) = positions.shape[:-1], self.means.shape[-2:]
+        log_weights, coordinates = positions[..., :k], positions[..., k + k * d :]
+        highest = log_weights.max(-1, keepdims=True)
+        log_weights = log_weights - (highest + np.log(np.exp(log_weights - highest).sum(-1, keepdims=True)))
+        each = () if self.structure.is_shared else (k,)
+        packed: Any = coordinates.reshape(*leading, *each, *([-1] if self.structure.shape_of_one(d) else []))
+        means = positions[..., k : k + k * d].reshape(*leading, k, d)
+        return SmallMixture(log_weights, means, self.structure.unpack(packed, d), self.structure)
 
 
 class SmallData:
@@ -119,7 +145,35 @@ class SmallData:
             sums, value = self._sums(mixture)
         if structure.is_shared:
             value -= 0.5 * data.total_weight * distance
-        return self._maximised(sums), value / data.total_weight
+        return self._maximised(sums), float(value / data.total_weight)
+
+    def em_of_several(self, mixtures: SmallMixture) -> tuple[Any, Any, Any]:
+        """Take an EM step of R mixtures: the sums of all are one product.
+
+        Returns:
+            The coordinates after it (R, P), NaN where a covariance becomes singular; the log-likelihoods before it
+            (R,), nats per sample; and bounds of their rounding errors (R,).
+        """
+        n, total, structure = len(mixtures.means), self._prepared.total_weight, self.structure
+        distances = np.asarray(structure.squared_distances(mixtures.factor, self._scatter)).reshape(n, -1).max(1)
+        positions, values = mixtures.position(), np.full(n, math.nan)
+        near = np.array([not loses_digits(distance) for distance in distances.tolist()])
+        alone = (~near).nonzero()[0].tolist()
+        if near.any():
+            with np.errstate(all="ignore"):
+                sums, found = self._sums(mixtures if near.all() else mixtures[near])
+            found = found - 0.5 * total * distances[near] if structure.is_shared else found
+            try:
+                with np.errstate(all="ignore"):
+                    positions[near], values[near] = self._maximised(sums).position(), found / total
+            except ValueError:  # of some
+                alone = list(range(n))
+        for i in alone:
+            positions[i] = math.nan
+            with contextlib.suppress(ValueError):
+                moved, values[i] = self.em(mixtures[i])
+                positions[i] = moved.position()
+        return positions, values, error_of_distance(torch.from_numpy(distances), torch.float64).numpy()
 
     @no_graph()
     def error(self, mixture: SmallMixture) -> float:
@@ -127,38 +181,40 @@ class SmallData:
         factor = torch.from_numpy(mixture.factor)
         return float(expansion_error(factor, self.structure, self._prepared.scatter, torch.float64))
 
-    def _sums(self, mixture: SmallMixture) -> tuple[Any, float]:
-        """Return sums of quadratic features by responsibility (K, F), and of log-densities, nats."""
-        structure, means = self.structure, mixture.means
+    def _sums(self, mixture: SmallMixture) -> tuple[Any, Any]:
+        """Return sums of quadratic features by responsibility (..., K, F), and of log-densities (...), nats."""
+        structure, means, features = self.structure, mixture.means, self._features
         quadratic, linear = structure.coefficients(mixture.factor, means)
-        normaliser = 0.5 * means.shape[1] * math.log(2 * math.pi)
-        constant = mixture.log_weights + structure.log_determinants(mixture.factor, means.shape[1]) - normaliser
-        theta = np.concatenate([quadratic, linear, (constant - 0.5 * (linear * means).sum(1))[:, None]], 1)
-        joint = np.matmul(theta, self._features, out=self._joint)
-        peak = joint.max(0)
-        joint -= peak
+        normaliser = 0.5 * means.shape[-1] * math.log(2 * math.pi)
+        determinants: Any = structure.log_determinants(mixture.factor, means.shape[-1])
+        constant = mixture.log_weights + (determinants[..., None] if structure.is_shared else determinants) - normaliser
+        theta = np.concatenate([quadratic, linear, (constant - 0.5 * (linear * means).sum(-1))[..., None]], -1)
+        out = self._joint if theta.ndim == 2 else None
+        joint = np.matmul(theta.reshape(-1, theta.shape[-1]), features, out=out).reshape(*theta.shape[:-1], -1)
+        peak = joint.max(-2)
+        joint -= peak[..., None, :]
         np.exp(joint, out=joint)
-        densities = joint.sum(0)
+        densities = joint.sum(-2)
         log_densities = np.log(densities) + peak
-        joint *= 1 / densities if self._weights is None else self._weights / densities
-        value = log_densities.sum() if self._weights is None else log_densities @ self._weights
-        features, starts = self._features, range(0, joint.shape[1], _SAMPLES)
-        sums: Any = sum(joint[:, i : i + _SAMPLES] @ features[:, i : i + _SAMPLES].T for i in starts)
-        return sums, float(value)
+        joint *= (1 / densities if self._weights is None else self._weights / densities)[..., None, :]
+        value = log_densities.sum(-1) if self._weights is None else log_densities @ self._weights
+        rows, starts = joint.reshape(-1, joint.shape[-1]), range(0, joint.shape[-1], _SAMPLES)
+        sums: Any = sum(rows[:, i : i + _SAMPLES] @ features[:, i : i + _SAMPLES].T for i in starts)
+        return sums.reshape(*theta.shape[:-1], -1), value
 
     def _maximised(self, sums: Any) -> SmallMixture:
-        """Return the M-step from sums of quadratic features (K, F)."""
+        """Return the M-step from sums of quadratic features (..., K, F)."""
         structure, n_features = self.structure, len(self._scatter)
-        counts = soft_counts(sums[:, -1:])
+        counts = soft_counts(sums[..., -1:])
         # An empty component is put at the centre.
-        means: Any = np.where(sums[:, -1:] < counts, 0.0, sums[:, -n_features - 1 : -1] / counts)
+        means: Any = np.where(sums[..., -1:] < counts, 0.0, sums[..., -n_features - 1 : -1] / counts)
         if structure.is_shared:
             second: Any = self._prepared.total_weight * self._scatter
         else:
-            second = structure.second_moments(sums[:, : -n_features - 1], n_features)
+            second = structure.second_moments(sums[..., : -n_features - 1], n_features)
         scatter = second - structure.products(counts * means, means)
-        covariances = structure.estimate(scatter, counts.repeat(n_features, 1))
-        log_weights = np.log(counts[:, 0] / counts.sum())
+        covariances = structure.estimate(scatter, counts.repeat(n_features, -1))
+        log_weights = np.log(counts[..., 0] / counts.sum(-2))
         factor = structure.factor(structure.regularise(covariances, self._ridge))
         return SmallMixture(log_weights, means, factor, structure)
 

@@ -31,8 +31,6 @@ _Mask: TypeAlias = npt.NDArray[np.bool_]
 # fails; the log-likelihoods before it (b,), nats per sample; and bounds of their rounding errors (b,).
 EmOfRows: TypeAlias = Callable[[_Ints, _Floats], tuple[_Floats, _Floats, _Floats]]
 
-_ROUNDING = ROUNDING[torch.float64]
-
 
 @dataclass(frozen=True)
 class Climbs:
@@ -124,6 +122,7 @@ def climb_together(
     tol: float,
     limits: _Ints,
     allows: Callable[[_Ints, _Floats], _Mask] | None = None,
+    rounding: float = ROUNDING[torch.float64],
 ) -> Climbs:
     """Maximise the likelihoods of B fits.
 
@@ -135,6 +134,7 @@ def climb_together(
         limits: (B,): the most evaluations of each fit after the one at its start.
         allows: Takes the indices of some fits (b,) and a point of each (b, P) to the mask of points that a jump may
             lead to. None: all.
+        rounding: As in `climb`.
     """
     choice("accelerate", accelerate, get_args(Accelerate))
     n, plain = len(start), accelerate == "none"
@@ -156,7 +156,7 @@ def climb_together(
         proposed, rows.n_iter = jumping | rows.refused, rows.n_iter + 1
         image, value, error = em(rows.ids, target)
         finite, residual = _are_finite(image, value), image - target
-        size, gain, noise = _norms(residual), value - rows.value, _ROUNDING * (1 + np.abs(rows.value))
+        size, gain, noise = _norms(residual), value - rows.value, rounding * (1 + np.abs(rows.value))
         taken = jumping & finite & ((gain > noise) | ((gain >= -noise) & (size < rows.size)))
         if allows is not None and taken.any():
             taken[taken] = allows(rows.ids[taken], target[taken])
@@ -201,7 +201,7 @@ def climb_together(
             rows.keep(~over)
     if not plain:  # as a fit that is continued step by step; one step is plain EM
         rise = np.array([history[-1] - history[0] for history in found.histories])
-        noise = _ROUNDING * (1 + np.abs([history[-1] for history in found.histories]))
+        noise = rounding * (1 + np.abs([history[-1] for history in found.histories]))
         share = np.where(limits == 1, tol, tol * found.n_iter / MEMORY)
         found.converged[:] |= (found.n_iter > 0) & (found.n_iter < MEMORY) & (rise <= np.maximum(share, noise))
     return found

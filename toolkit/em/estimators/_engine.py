@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from toolkit.em.engine.acceleration import Climb, ClimbOptions
-from toolkit.em.engine.fit import climb_prepared
+from toolkit.em.engine.ascent import climb_prepared, climb_side_by_side
 from toolkit.em.engine.restarts import Mixtures, heats
 from toolkit.em.engine.samples import Prepared
 from toolkit.em.estimators._collapse import collapsed_components
@@ -38,6 +38,15 @@ class GaussianEngine:
     def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[GaussianParameters]:
         """Return the highest point found, float64."""
         return climb_prepared(start, self.prepared, options, reg_covar=self.reg_covar, prior=self.prior)
+
+    def climb_side_by_side(
+        self, points: list[tuple[GaussianParameters, int]], options: ClimbOptions
+    ) -> list[Climb[GaussianParameters] | None]:
+        """Return the fits from points after so many steps, None where `climb` is left to find it."""
+        starts, limits = zip(*((start, options.max_iter - n_iter) for start, n_iter in points), strict=True)
+        return climb_side_by_side(
+            starts, self.prepared, options, reg_covar=self.reg_covar, prior=self.prior, limits=limits
+        )
 
     def heats(
         self, starts: list[GaussianParameters], keep: int, options: ClimbOptions

@@ -592,10 +592,13 @@ class GaussianMixture(BaseMixture):
             name = "Finalist"
         fits: list[Climb[Any]] = []
         error: ValueError | None = None
-        for i, (point, n_iter) in enumerate(points):
+        ahead: list[Climb[Any] | None] = [None] * len(points)
+        if isinstance(engine, GaussianEngine):
+            ahead = engine.climb_side_by_side(points, options)
+        for i, ((point, n_iter), done) in enumerate(zip(points, ahead, strict=True)):
             progress.begin(f"{name} {i + 1} of {len(points)}")
             try:
-                found = engine.climb(point, dataclasses.replace(options, max_iter=options.max_iter - n_iter))
+                found = done or engine.climb(point, dataclasses.replace(options, max_iter=options.max_iter - n_iter))
             except ValueError as singular:
                 # Another start may not lead to a singular component.
                 error, n_singular = singular, n_singular + 1
