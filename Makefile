@@ -42,6 +42,9 @@ run-all: run
 	$(BIN)/stopgrad run configs/bilevel_maml.toml configs/policy_gradient_digits.toml --set steps=200
 	$(BIN)/stopgrad run configs/policy_gradient_gridworld.toml configs/stochastic_importance.toml --set steps=100
 	$(BIN)/stopgrad run configs/rbm_bias.toml --set steps=540
+	$(BIN)/stopgrad run configs/rbm_mean_field.toml --set steps=1000
+	$(BIN)/stopgrad run configs/self_supervised_simsiam.toml --set steps=200
+	$(BIN)/stopgrad run configs/self_supervised_data2vec.toml configs/weighting_mixstyle.toml --set steps=150
 	$(BIN)/stopgrad run configs/adversarial_vat.toml --set steps=200 --set ensemble=[0.5,1.0]
 	$(BIN)/stopgrad run configs/rbm_bars_and_stripes.toml --set steps=3000
 	$(BIN)/stopgrad run configs/rbm_straight_through.toml --set steps=600 --set learning_rate=0.5

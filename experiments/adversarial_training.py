@@ -292,7 +292,7 @@ def _methods(
         return values
 
     def seconds(choice: Choice) -> float:
-        model, count = _network(config, data, seed), 2 * choice.replays
+        model, count = _network(config, data, seed), choice.replays
         begin = time.perf_counter()
         train(model, choice, count, lambda model: None)
         return (time.perf_counter() - begin) / count

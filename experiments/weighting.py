@@ -421,6 +421,7 @@ def _exact_pairs(config: Config, seed: int, train: Tensor, test: Tensor) -> Meth
     The flow is that of the training points, ``(x - E[data | x]) / t``, as in consistency distillation with an exact
     teacher.
     """
+    means: list[Tensor] = []  # the draws of a step are the same for both methods
 
     def learn(opened: Sequence[str]) -> dict[str, Sequence[float]]:
         learner = _Learner(config, seed, train)
@@ -429,7 +430,9 @@ def _exact_pairs(config: Config, seed: int, train: Tensor, test: Tensor) -> Meth
             draws = learner.draws
             t = draws.t[:, None]
             noisy = draws.x + t * draws.noise
-            mean = torch.softmax(-(torch.cdist(noisy, train) / t).square() / 2, -1) @ train
+            if step == len(means):
+                means.append(torch.softmax(-(torch.cdist(noisy, train) / t).square() / 2, -1) @ train)
+            mean = means[step]
             with unblock(*opened):
                 slopes = gradient_of(learner.loss(mean, (noisy - mean) / t), learner.parameters)
             for name, parameter in learner.parameters.items():
