@@ -57,6 +57,18 @@ def test_a_claim_that_the_records_contradict_is_named(claim, broken):
     assert broken_claims(records) == ([] if broken is None else [broken])
 
 
+def test_few_seeds_that_leave_training_undecided_contradict_no_claim():
+    for ends, broken in (
+        ((0.5, 0.9), []),
+        ((0.5, 0.501), ["open: training with the block should end better. Found worse."]),
+    ):
+        records = [_record(seed, {"training": "better"}, ends=(0.0, end)) for seed, end in enumerate(ends)]
+        assert broken_claims(records) == broken
+    assert (
+        len(broken_claims([_record(seed, {"training": "better"}, ends=(0.0, (-1) ** seed)) for seed in range(5)])) == 1
+    )
+
+
 @pytest.mark.parametrize(
     ("ends", "says"),
     [

@@ -351,7 +351,7 @@ def _ended(dtype, pairs):
             "better in 5 and worse in 1 of 6 seeds",
         ),
         ("float64", [(2, 2 + gain) for gain in (-1, 2, 3, 4, 5, 6, 7, 8, 9)], "better by 5 (2 to 8)", "of 9 seeds"),
-        ("float64", [(2, 3)], "undecided", "better in 1 and worse in 0 of one seed"),
+        ("float64", [(2, 3)], "undecided", "ends 1 better in the one seed, which decides nothing."),
         ("float32", [(2, 2 + 2e-6), (2, 2 + 3e-6)], "the same", "up to rounding"),
         ("float64", [(2, math.nan), (2, math.nan)], "open runs break off", "In 2 of 2 seeds the open run broke off"),
         ("float64", [(math.nan, 2), (math.nan, 1)], "blocked runs break off", "2 seeds the blocked run broke off"),

@@ -281,7 +281,7 @@ def _costs(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
 
 
 def _target(records: Sequence[Record], name: str) -> str:
-    return ranged([record.data["comparison"]["first"]["target_error"][name] for record in records], "{:.1e}".format)
+    return ranged([record.data["comparison"]["first"]["target_error"][name] for record in records], "{:.2g}".format)
 
 
 def _relative_leak(record: Record, name: str, when: str) -> float:

@@ -172,8 +172,10 @@ def _effect_on_training(found: Difference, label: str) -> str:
         count = "in every seed" if len(found.gains) > 1 else "in one seed"
         end = count if found.exact else "up to rounding"
         return f"Training ends at {ends} with and without the block, {end}."
-    seeds = f"{len(found.gains)} seeds" if len(found.gains) > 1 else "one seed"
-    counts = f"better in {found.better} and worse in {found.worse} of {seeds}"
+    if len(found.gains) == 1:
+        kind = "better" if found.better else "worse"
+        return f"With the block, the {label} ends {_size(found)} {kind} in the one seed, which decides nothing."
+    counts = f"better in {found.better} and worse in {found.worse} of {len(found.gains)} seeds"
     if found.kind == "undecided":
         return f"Whether the block improves the {label} is undecided: {counts}, typically {_size(found, signed=True)}."
     return f"With the block, the {label} ends {_size(found)} {found.kind}: {counts}."

@@ -105,7 +105,7 @@ def _card(file: str, experiment: ExperimentRecords) -> Card:
         subject=min(data["blocks"]).partition(".")[0].replace("_", " "),
         sentence="" if overrides_of(records) else first_sentence(data["config"]["finding"]),
         objective=data["objective"]["label"],
-        alt=f"{data['objective']['label']} over training: {about}.",
+        alt=f"{data['objective']['label']} over the training steps: {about}.",
         with_values=" ".join(overrides_of(records)),
         better=better_end(records),
         broken=not overrides_of(records) and bool(broken_claims(records)),
