@@ -161,9 +161,16 @@ def test_the_report_needs_no_torch(results, tmp_path):
 
 
 def test_without_records_the_command_says_what_to_do(tmp_path):
-    done = CliRunner().invoke(main, ["report", "--results", str(tmp_path)])
-    assert done.exit_code == 2
-    assert done.stderr == f"error: {tmp_path}: no records there; run a config first\n"
+    for folder in (tmp_path, tmp_path / "not made yet"):
+        done = CliRunner().invoke(main, ["report", "--results", str(folder)])
+        assert done.exit_code == 2
+        assert done.stderr == f"error: {folder}: no records there; run a config first\n"
+
+
+def test_a_project_in_this_folder_needs_no_way_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["init", "."])
+    assert "next: stopgrad run configs\n" in done.stdout
 
 
 def _views(results, name):

@@ -249,7 +249,9 @@ def report(results: Path, single: Path | None) -> None:
     from toolkit.runner._site import write_single, write_site
 
     try:
-        records, programs, damaged = read_all(results), read_zoo(results), damaged_records(results)
+        records, programs, damaged = read_all(results), read_zoo(results), []
+        if results.exists():
+            damaged = damaged_records(results)
     except OSError as error:
         _stop(f"{error.filename}: cannot be read: {error.strerror}", 2)
     if not records and not programs:
@@ -305,7 +307,8 @@ def init(folder: Path) -> None:
         _stop(f"{folder}: {error.strerror}", 1)
     for file in files:
         click.echo(folder / file)
-    click.echo(f"next: cd {shlex.quote(str(folder))}, then: stopgrad run configs")
+    enter = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}, then: "
+    click.echo(f"next: {enter}stopgrad run configs")
     click.echo("test: python -m pytest (which needs: pip install pytest)")
 
 
