@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -985,17 +986,26 @@ def test_a_function_that_leaves_the_gradient_behind_is_listed(kind, take):
     assert [escape.kind for escape in found.escapes] == [kind]
 
 
-def test_the_modules_of_the_process_are_searched_once_for_all_runs(pair, monkeypatch):
-    searched, naming = [], _regions._naming
+def test_installed_modules_are_searched_again_only_after_an_import(pair, monkeypatch):
+    def loss():
+        return (pair.a(pair.x) * pair.a(pair.x).detach()).square().mean()
 
-    def counted(*args, **kwargs):
-        searched.append(None)
-        return naming(*args, **kwargs)
+    audit(loss, pair.a)
+    before = _regions._naming_later.cache_info().misses
+    assert audit(loss, pair.a).effects[0].verdict.kind == "partial"
+    assert _regions._naming_later.cache_info().misses == before
+    module = types.ModuleType("imported_after_an_audit")
+    module.is_grad_enabled = torch.is_grad_enabled
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert (module, "is_grad_enabled") in _regions._naming(torch.is_grad_enabled, by_any_name=False)
 
-    monkeypatch.setattr(_regions, "_naming", counted)
-    found = audit(lambda: (pair.a(pair.x) * pair.a(pair.x).detach()).square().mean(), pair.a)
-    assert [effect.verdict.kind for effect in found.effects] == ["partial"]
-    assert len(searched) == 1
+
+def test_a_module_of_the_user_is_searched_each_time(monkeypatch):
+    module = types.ModuleType("of_the_user")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert (module, "is_grad_enabled") not in _regions._naming(torch.is_grad_enabled, by_any_name=False)
+    module.is_grad_enabled = torch.is_grad_enabled
+    assert (module, "is_grad_enabled") in _regions._naming(torch.is_grad_enabled, by_any_name=False)
 
 
 def test_nothing_stays_replaced_after_the_refusal_of_parameters_without_a_path(pair):

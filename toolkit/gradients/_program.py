@@ -23,6 +23,7 @@ from toolkit.gradients._gates import GateBoard
 from toolkit.gradients._nodes import EVERY_BLOCK, gate_of, is_foreign, reachable_nodes
 from toolkit.gradients._parts import Parts, find_parts, unique
 from toolkit.gradients._snapshot import Snapshot
+from toolkit.gradients.verdict import unobserved
 
 __all__ = [
     "ALONE",
@@ -270,7 +271,9 @@ def _copied(storage: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def derivatives(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor | None]:
     """Return parameter -> gradient, None without a path. The graph is kept, and differentiated by `others` as well."""
-    wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}  # not frozen on the way
+    with unobserved():
+        # Not those that were frozen on the way.
+        wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}
     found: dict[str, Tensor | None] = dict.fromkeys(params)
     if value.requires_grad and wanted:
         gradients = gradients_of(value, [*wanted.values(), *others], retain_graph=True)
@@ -326,12 +329,13 @@ def _among(nodes: Iterable[Any], params: Mapping[str, Tensor]) -> frozenset[str]
 
 def coarsest(nodes: Iterable[Any], params: Mapping[str, Tensor]) -> float:
     """Return the eps of the coarsest dtype in which a gradient by these nodes is computed."""
-    found = {parameter.dtype for parameter in params.values()}
-    for node in nodes:
-        if type(node).__name__ == "ToCopyBackward0":  # autocast, too, casts by it
-            found.add(node._input_metadata[0].dtype)
-        elif (leaf := getattr(node, "variable", None)) is not None:
-            found.add(leaf.dtype)
+    with unobserved():
+        found = {parameter.dtype for parameter in params.values()}
+        for node in nodes:
+            if type(node).__name__ == "ToCopyBackward0":  # autocast, too, casts by it
+                found.add(node._input_metadata[0].dtype)
+            elif (leaf := getattr(node, "variable", None)) is not None:
+                found.add(leaf.dtype)
     return max(torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point or dtype.is_complex)
 
 
@@ -393,14 +397,15 @@ def checked_value(value: Any) -> Tensor:
     """Return the result of a loss function; raise unless it is a real number."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`loss` should return a tensor. Found {type(value).__name__}.")
-    if value.numel() != 1:
-        raise ValueError(f"`loss` should return a scalar. Found a tensor of shape {tuple(value.shape)}.")
-    if value.is_complex():
-        raise ValueError(f"`loss` should return a real number. Found {value.dtype}.")
-    if value.is_meta:
-        raise ValueError("`loss` should have a value. Found a tensor on the meta device.")
-    if value.isnan():
-        raise ValueError("`loss` should return a number. Found nan.")
+    with unobserved() if type(value) is Tensor else nullcontext():
+        if value.numel() != 1:
+            raise ValueError(f"`loss` should return a scalar. Found a tensor of shape {tuple(value.shape)}.")
+        if value.is_complex():
+            raise ValueError(f"`loss` should return a real number. Found {value.dtype}.")
+        if value.is_meta:
+            raise ValueError("`loss` should have a value. Found a tensor on the meta device.")
+        if value.isnan():
+            raise ValueError("`loss` should return a number. Found nan.")
     return value
 
 

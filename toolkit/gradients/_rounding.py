@@ -109,7 +109,8 @@ class Rounding:
     @cached_property
     def _allowed(self) -> Floats:
         """Return for each parameter, (P,), the largest relative leak that is rounding."""
-        return np.array([rounding(gradient.dtype) for gradient in self._blocked.values()])
+        with unobserved():
+            return np.array([rounding(gradient.dtype) for gradient in self._blocked.values()])
 
     @cached_property
     def _is_resolved(self) -> bool:

@@ -20,6 +20,9 @@ Floats = NDArray[np.float64]
 # Sums and norms of results are no calls for modes to observe, an audit's say, which would take longer than the sums.
 unobserved = torch._C.DisableTorchFunction
 
+# Under another name than that of `Tensor`, which an audit replaces by a function in Python.
+_number = torch._C.TensorBase.item
+
 # Of other vectors the products are taken in float64.
 _DOTTED = frozenset({torch.float32, torch.float64})
 
@@ -156,7 +159,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
         return sum(map(_dot, _pieces(a), _pieces(b)))
     if a.dtype not in _DOTTED:
         a, b = a.double(), b.double()
-    return torch.dot(a, b).item()
+    return _number(torch.dot(a, b))
 
 
 def _pieces(vector: Tensor) -> Sequence[Tensor]:
@@ -189,14 +192,14 @@ def norm(tensors: Iterable[Tensor]) -> float:
 def norms(tensors: Iterable[Tensor]) -> list[float]:
     """Return the Euclidean norm of the numbers of each tensor."""
     with unobserved():
-        return [torch.linalg.vector_norm(flat(tensor), dtype=torch.float64).item() for tensor in tensors]
+        return [_number(torch.linalg.vector_norm(flat(tensor), dtype=torch.float64)) for tensor in tensors]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two gradients have the same numbers; NaN equals NaN here."""
-    if a.layout is not b.layout or a.shape != b.shape:
-        return False
     with unobserved():
+        if a.layout is not b.layout or a.shape != b.shape:
+            return False
         if a.layout is not torch.strided:
             a, b = a.to_dense(), b.to_dense()
         if torch.equal(a, b):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from toolkit.blocks import Site, is_left_out, region_at
 from toolkit.gradients._cuts import Unrecordable
 from toolkit.gradients._gates import unwraps
+from toolkit.gradients._parts import INSTALLED
 from toolkit.gradients._places import TOOLKIT, TORCH
 from toolkit.gradients.audit._frames import calling_frame, is_decorating, opens_with
 from toolkit.gradients.audit._tensors import requires_gradient
@@ -239,15 +240,37 @@ class RegionStops:
 
 def _naming(function: Any, *, by_any_name: bool) -> list[tuple[Any, str]]:
     """Return the modules that have imported a function of torch, and its name there."""
-    modules = list(sys.modules.items())
-    if not by_any_name:  # few of thousands have it
-        name = function.__name__
-        modules = [pair for pair in modules if getattr(pair[1], "__dict__", {}).get(name) is function]
+    name = function.__name__
+    paths = list(sys.modules) if by_any_name else _naming_later(name, len(sys.modules), next(reversed(sys.modules)))
     found = list[tuple[Any, str]]()
-    for path, module in modules:
-        if path.partition(".")[0] in ("torch", "toolkit") and path not in ("torch", "torch._C"):
+    for path in paths:
+        if _is_left_out(path):
             continue
+        module = sys.modules.get(path)
         variables = getattr(module, "__dict__", {})
-        names = list(variables) if by_any_name else [function.__name__]
-        found += [(module, name) for name in names if variables.get(name) is function]
+        names = list(variables) if by_any_name else (name,)
+        found += [(module, known) for known in names if variables.get(known) is function]
     return found
+
+
+@functools.lru_cache(1)
+def _naming_later(name: str, n_modules: int, latest: str) -> list[str]:
+    """Return the modules that have a name, or may get it later; searched again after an import.
+
+    Installed modules get their names when they are imported. There are a thousand of them, and their search takes
+    longer than a small step of training.
+    """
+    return [
+        path
+        for path, module in list(sys.modules.items())
+        if not _is_left_out(path)
+        and (name in (variables := getattr(module, "__dict__", {})) or not _is_installed(path, variables))
+    ]
+
+
+def _is_installed(path: str, variables: Mapping[str, Any]) -> bool:
+    return path in sys.stdlib_module_names or str(variables.get("__file__")).startswith(INSTALLED)
+
+
+def _is_left_out(path: str) -> bool:
+    return path.partition(".")[0] in ("torch", "toolkit") and path not in ("torch", "torch._C")

@@ -71,7 +71,6 @@ class BareBlocks:
         aliases: ``.data`` of a constant -> its place.
         unrepeated: Recorded regions with a checkpoint, which computes nothing again there.
         casts: Weight -> its version at its first cast by autocast, and the regions that it was in.
-        replacements: The attributes of torch to replace, with the number of modules and the last one at that time.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -98,7 +97,6 @@ class BareBlocks:
     bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     aliases: Any = field(default_factory=WeakIdKeyDictionary)
     casts: Any = field(default_factory=WeakIdKeyDictionary)
-    replacements: tuple[tuple[int, str], list[Replacement]] | None = None
     state: Container[int] = frozenset()
     _thread: tuple[int, int] = field(default_factory=this_thread)
     _copies: Container[int] = frozenset()

@@ -9,7 +9,6 @@ restored, also after an error.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -78,25 +77,13 @@ def replaced(bare: BareBlocks, program: HasStorages | None = None) -> Iterator[N
         raise RuntimeError(_ANOTHER)
     bare.is_active = True
     try:
-        with _attributes(_replacements(bare)):
+        with _attributes([*TensorStops(bare).replacements(), *RegionStops(bare).replacements(), *watching(bare)]):
             bare.bound_earlier = {original: getattr(owner, name) for original, owner, name in _BOUND_EARLIER}
             with Watch(bare):
                 yield
     finally:
         bare.is_active = False
         _one_audit.release()
-
-
-def _replacements(bare: BareBlocks) -> list[Replacement]:
-    """Return the attributes to replace: found once for all runs of a program, and again after an import.
-
-    The search asks every module of the process, which takes longer than a small step of training.
-    """
-    imported = len(sys.modules), next(reversed(sys.modules))
-    if bare.replacements is None or bare.replacements[0] != imported:
-        found = [*TensorStops(bare).replacements(), *RegionStops(bare).replacements(), *watching(bare)]
-        bare.replacements = imported, found
-    return bare.replacements[1]
 
 
 @contextmanager
