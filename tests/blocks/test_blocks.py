@@ -37,6 +37,7 @@ from toolkit import (
     traced_blocks,
     unblock,
 )
+from toolkit.blocks import _sites
 
 TARGET = block("test_blocks.target", "The target is a label.")
 OTHER = block("test_blocks.other", "Another quantity that is held constant.")
@@ -759,6 +760,17 @@ def test_places_outside_of_the_current_folder_are_known_by_where_they_are_import
     assert _place_of(site / "vendored" / "third" / "ops.py")[0] == "third/ops.py"  # the longest entry has it
     assert _place_of(tmp_path / "elsewhere" / "ops.py")[0] == str(tmp_path / "elsewhere" / "ops.py")
     assert _place_of(work / "lib" / "ops.py")[0] == "lib/ops.py"
+
+
+def test_the_places_of_code_that_is_made_anew_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sites, "_MOST_KNOWN", 8)
+    for spaces in range(30):
+        names: dict[str, Callable] = {"stop_gradient": stop_gradient}
+        exec(f"square = lambda x: {' ' * spaces}x * stop_gradient(x)", names)
+        x = _leaf(3.0)
+        (effect,) = compare(functools.partial(names["square"], x), x).effects
+        assert effect.name == f"<string>:1:{24 + spaces}"
+        assert len(_sites._known) <= 8
 
 
 def test_a_place_keeps_its_name_when_the_import_path_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ class Site:
         return f"{_short_path(self.file)}:{self.line}:{self.column}"
 
 
-# Place in the code of a function -> the code, whose number in the key stays its own while it is kept, and the site.
+# (id of the code, instruction) -> the code, which is kept so that its id stays its own, and the site.
 _known: dict[tuple[int, int], tuple[CodeType, Site]] = {}
 _MOST_KNOWN = 4096
 

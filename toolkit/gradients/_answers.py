@@ -281,8 +281,8 @@ class ProgramAnswers(Answers):
         if not self.board.is_linear(self.nodes):
             return False
         self.board.arrivals = []
-        self._quiet.enter_context(self.quietly())
         try:
+            self._quiet.enter_context(self.quietly())
             with self.passing(()):
                 gradients = differentiated(value, self.params, self.others)
         except Exception:  # autograd sees changes in place that the program hid from it, or a hook lost what it kept
