@@ -276,6 +276,21 @@ def test_a_module_takes_its_fast_path_as_in_the_plain_step():
     assert [effect.verdict.kind for effect in (*answer.audits[0].effects, *told.effects)] == ["no-op"] * 2
 
 
+def test_a_flag_that_is_set_inside_of_a_region_is_no_change_in_place():
+    """An adapter is switched off there, so that the model without it gives the reference."""
+    torch.manual_seed(0)
+    net, adapter, x = nn.Linear(3, 2), nn.Linear(3, 2), torch.randn(4, 3)
+    with audited(nn.ModuleList([net, adapter])) as answer:
+        with torch.no_grad():
+            adapter.requires_grad_(False)
+            reference = net(x)
+            adapter.requires_grad_(True)
+        ((net(x) + adapter(x)) * reference).square().mean().backward()
+    (audit,) = answer.audits
+    assert [effect.verdict.kind for effect in audit.effects] == ["partial"]
+    assert audit.unopened == []
+
+
 def test_a_region_in_which_a_module_takes_a_fast_path_is_refused():
     net, x = _with_a_fast_path()
     net.eval()

@@ -418,7 +418,7 @@ def _hooks(node: Any) -> list[dict[int, Any]]:
 def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation changes in place."""
     name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = name.endswith("_") and not name.endswith("__") and func is not Tensor.requires_grad_
     changed = kwargs.get("out")
     if changed is None and (in_place or name == "__setitem__" or name in _IN_PLACE_OPERATORS):
         changed = args[:1]
