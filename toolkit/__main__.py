@@ -80,7 +80,7 @@ def main() -> None:
 @click.option("--update", is_flag=True, help="Write the table of `--expect`.")
 @click.option("--page", "page_path", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page.")
 @click.option("--witness", type=click.Path(path_type=Path), hidden=True)
-@click.option("--opened", metavar="PLACES", help="Places that a witness opens, as JSON.", hidden=True)
+@click.option("--opened", help="Arguments of `OpenedRun`, as JSON.", hidden=True)
 def audit(
     words: tuple[str, ...],
     module: str | None,
@@ -311,7 +311,7 @@ def _bear_witness(script: Any, question: Any, path: Path, opened: str | None) ->
 
         from toolkit.gradients.audit.reruns import OpenedRun
 
-        opened_run = OpenedRun(question, json.loads(opened))
+        opened_run = OpenedRun(question, **json.loads(opened))
         code = _run(opened_run, script)
         torch.save(opened_run.found, path)
         sys.exit(code)
@@ -359,9 +359,10 @@ def _rerun(run: Any) -> None:
 
     from toolkit.gradients.audit.reruns import Found, answer_by_reruns
 
-    def again(places: Sequence[str]) -> Found:
-        click.echo(f"rerun: without {' + '.join(places)}" if places else "rerun: as it is", err=True)
-        with _witness(run, "--opened", json.dumps(list(places))) as path:
+    def again(places: Sequence[str], after: int = 0) -> Found:
+        late = f", after backward pass {after}" if after else ""
+        click.echo(f"rerun: without {' + '.join(places)}{late}" if places else "rerun: as it is", err=True)
+        with _witness(run, "--opened", json.dumps({"places": list(places), "after": after})) as path:
             return torch.load(path, weights_only=False) if path.is_file() else Found()
 
     answer_by_reruns(run, again)

@@ -90,6 +90,21 @@ for step in range(3):
 """
 
 
+IN_PARTS = """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+for step in range(3):
+    optimizer.zero_grad()
+    for part in range(2):
+        x = torch.randn(7, 4)
+        torch.set_grad_enabled(False)
+        target = net(x).tanh()
+        torch.set_grad_enabled(True)
+        (net(x) - target).square().mean().backward()
+    optimizer.step()
+"""
+
+
 def _asked(folder, text, *arguments):
     (folder / "train.py").write_text(HEAD + textwrap.dedent(text))
     return subprocess.run(
@@ -473,3 +488,15 @@ def test_stops_that_do_not_open_together_are_told(tmp_path):
     (remark,) = json.loads(found.stdout)["remarks"]
     start = "not opened together: train.py:11:16 + train.py:10:5: opened, the script fails: RuntimeError: one of the"
     assert remark.startswith(start)
+
+
+def test_a_stop_that_changes_an_earlier_backward_pass_opens_after_it(ask):
+    """As one inside of a critic, whose penalty is the last backward pass of its step."""
+    first, second = ask(IN_PARTS, "--step", "2", "--all", "--rerun")
+    assert (first["unopened"], first["effects"][0]["verdict"]["kind"]) == ([], "partial")
+    (entry,), (effect,) = second["unopened"], second["effects"]
+    assert entry["reason"].startswith("it opens from the end of the backward pass before this one on")
+    removed = IN_PARTS.replace("set_grad_enabled(False)", "set_grad_enabled((step, part) == (1, 1))")
+    leak = (_gradient(removed, 4) - _gradient(IN_PARTS, 4)).norm().item()
+    assert effect["leak"] == pytest.approx(leak, rel=1e-4)
+    assert leak > 0.01

@@ -25,6 +25,7 @@ from toolkit.blocks._names import register as register
 from toolkit.blocks._sites import Site as Site
 from toolkit.blocks._sites import site_of as site_of
 from toolkit.blocks._switch import Gates as Gates
+from toolkit.blocks._switch import Reached as Reached
 from toolkit.blocks._switch import gated as gated
 from toolkit.blocks._switch import is_left_out as is_left_out
 from toolkit.blocks._switch import is_quiet as is_quiet

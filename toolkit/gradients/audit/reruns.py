@@ -7,16 +7,16 @@ bit. In each other one a stop is removed, in the step that is asked about alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.blocks import is_site, opened, register
+from toolkit.blocks import Reached, is_site, opened, register
 from toolkit.gradients._answers import Leak, sentence
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED
 from toolkit.gradients._eager import without_compiled_code
@@ -35,6 +35,7 @@ __all__ = ["Found", "OpenedRun", "answer_by_reruns", "left_for_reruns"]
 
 _DIFFERS = "`--rerun` opens nothing: when it runs again, the script computes another gradient"
 _CHANGES = "opened, it changes an earlier backward pass"
+_LATER = "it opens from the end of the backward pass before this one on: earlier, it changes that pass"
 _NEVER_COMES = "opened, the script does not come to this backward pass"
 _ELSEWHERE = "a further run of the script comes to it in another thread, too, where it stays in place"
 _ONE_NAME = "`--rerun` opens nothing: two parameters have no name, and equal values"
@@ -96,10 +97,11 @@ class OpenedRun(ScriptRun):
         found: The results.
     """
 
-    def __init__(self, question: Question, places: Collection[str]) -> None:
-        """Prepare a run."""
+    def __init__(self, question: Question, places: Collection[str], after: int = 0) -> None:
+        """Prepare a run that removes the places after this number of backward passes of the step."""
         super().__init__(replace(question, continues=False))
-        self.found, self._places = Found(), places
+        self.found, self._places, self._after = Found(), places, after
+        self._opening, self._reached = ExitStack(), Reached()
 
     def run(self, script: Script) -> None:
         """Run a script until the question is answered, or to its end."""
@@ -117,13 +119,15 @@ class OpenedRun(ScriptRun):
             if not is_site(place):  # the name of a block that may not have run yet
                 register(place, "")
         bare = BareBlocks()
-        with without_compiled_code(), replaced(bare, Storages()), opened(*self._places, leaves_out=True) as reached:
+        with without_compiled_code(), replaced(bare, Storages()), self._opening:
+            if not self._after:
+                self._open()
             try:
                 yield
             finally:
-                self.found.reached |= reached
+                self.found.reached |= self._reached
                 self.found.met |= bare.sites.keys()
-                self.found.elsewhere |= bare.elsewhere.keys() | reached.elsewhere
+                self.found.elsewhere |= bare.elsewhere.keys() | self._reached.elsewhere
                 self.found.nested |= bare.nested
                 self.found.closed |= bare.real
                 self.found.partly |= bare.partly
@@ -136,6 +140,11 @@ class OpenedRun(ScriptRun):
                 self.found.passes[self.backward_passes] = _pass_of(value, inputs, len(self.found.digests))
             self.found.digests.append(Digest.of(value, inputs))
         yield
+        if self.is_attending and self.steps == self.question.step - 1 and self.backward_passes == self._after:
+            self._open()
+
+    def _open(self) -> None:
+        self._reached = self._opening.enter_context(opened(*self._places, leaves_out=True))
 
 
 def left_for_reruns(audit: Audit) -> list[str]:
@@ -149,12 +158,19 @@ def _is_final(reason: str) -> bool:
     return reason in _FINAL or takes_memory(reason)  # a further run would take as much
 
 
-def answer_by_reruns(run: RecordedRun, again: Callable[[Sequence[str]], Found]) -> None:
+class Rerun(Protocol):
+    """Runs a script once more."""
+
+    def __call__(self, places: Sequence[str], after: int = 0) -> Found:
+        """Return the results without some places, after this number of backward passes of the step."""
+
+
+def answer_by_reruns(run: RecordedRun, again: Rerun) -> None:
     """Add the effects of the stops that the answers of a run leave closed.
 
     Args:
         run: The run; its answers are changed.
-        again: Runs its script once more without some places.
+        again: Runs its script once more.
     """
     places = dict.fromkeys(place for audit in run.audits.values() for place in left_for_reruns(audit))
     if not places:
@@ -166,13 +182,17 @@ def answer_by_reruns(run: RecordedRun, again: Callable[[Sequence[str]], Found]) 
         found = again([place])
         for entry in entries:
             if place in left_for_reruns(entry.audit):
-                entry.add(place, found)
+                entry.add(place, found, again)
     for entry in entries:
         entry.find_set(again)
 
 
 class _Closed(Exception):
     """Places that do not open in a further run either; the message is the reason."""
+
+
+class _Changed(_Closed):
+    """Places that change an earlier backward pass."""
 
 
 class _Entry(NamedTuple):
@@ -202,14 +222,29 @@ class _Entry(NamedTuple):
         audit.remarks.append(remark)
         return False
 
-    def add(self, place: str, found: Found) -> None:
+    def add(self, place: str, found: Found, again: Rerun) -> None:
         """Add the effect of a place to the answer, or the reason why there is none."""
         try:
-            self.audit._include(self._effect([place], found), found.partly.get(place, ""))
+            try:
+                effect, closed = self._effect([place], found), found.partly.get(place, "")
+            except _Changed:
+                effect, closed = self._effect([place], self._later([place], again)), _LATER
+            self.audit._include(effect, closed)
         except _Closed as error:
             self.audit._close(place, str(error))
 
-    def find_set(self, again: Callable[[Sequence[str]], Found]) -> None:
+    def _later(self, places: Sequence[str], again: Rerun) -> Found:
+        """Return the results of a run that removes places after the backward pass before the one of this answer.
+
+        Raises:
+            _Changed: If the answer is for the first backward pass, or the program does not come to a place any more.
+        """
+        found = again(places, self.number - 1) if self.number > 1 else Found()
+        if not found.reached.issuperset(places):
+            raise _Changed(_CHANGES)
+        return found
+
+    def find_set(self, again: Rerun) -> None:
         """Add a smallest set of places that act only together, if one of them needs a further run."""
         rest = [effect.name for effect in self.audit.effects if effect.verdict.is_silent]
         rest += self._unlisted(set(rest) & set(self.audit.reruns))
@@ -232,7 +267,7 @@ class _Entry(NamedTuple):
         listed = {effect.name for effect in self.audit.effects} | {entry.site for entry in self.audit.unopened}
         return sorted((around | inside) - listed)
 
-    def _loud(self, places: Sequence[str], again: Callable[[Sequence[str]], Found]) -> BlockEffect | None:
+    def _loud(self, places: Sequence[str], again: Rerun) -> BlockEffect | None:
         """Return the effect of places that are open together, None if there is none or no further run is needed.
 
         Raises:
@@ -240,7 +275,10 @@ class _Entry(NamedTuple):
         """
         if len(places) < 2 or not set(places) & set(self.audit.reruns):
             return None
-        effect = self._effect(places, again(places))
+        try:
+            effect = self._effect(places, again(places))
+        except _Changed:
+            effect = self._effect(places, self._later(places, again))
         return None if effect.verdict.is_silent else effect
 
     def _effect(self, places: Sequence[str], found: Found) -> BlockEffect:
@@ -260,7 +298,7 @@ class _Entry(NamedTuple):
         if after is None:
             raise _Closed(f"opened, the script fails: {found.error}" if found.error else _NEVER_COMES)
         if found.digests[: after.n_before] != self.plain.digests[: before.n_before]:
-            raise _Closed(_CHANGES)
+            raise _Changed(_CHANGES)
         self._include_parameters(after)
         leak = self._leak(after, carried=not found.reached.isdisjoint(places))
         noise = [[run.noise.get(key, 0.0) for key in self.keys] for run in (before, after)]
