@@ -237,11 +237,15 @@ def _answers_of_script(
     from toolkit.gradients.audit.scripts import RecordedRun
 
     run = RecordedRun(question, digests=verify, memory=memory)
-    code = _run(run, script)
-    if not run.audits:
-        sys.exit(code) if code else _stop(f"The script should come to {question}. Found its end after {run.progress}.")
-    verified = _verified(run) if verify else ""
-    _rerun(run) if rerun else _advise(run)
+    try:
+        code = _run(run, script)
+        if not run.audits:
+            come = f"The script should come to {question}. Found its end after {run.progress}."
+            sys.exit(code) if code else _stop(come)
+        verified = _verified(run) if verify else ""
+        _rerun(run) if rerun else _advise(run)
+    finally:
+        run.lessons.input.forget()
     return run.audits, verified, code
 
 

@@ -50,11 +50,12 @@ def write(tmp_path):
     return write
 
 
-def _run(folder, *arguments, python=None, **environment):
+def _run(folder, *arguments, python=None, input="", **environment):
     return subprocess.run(
         [python or warm.python(), "-m", "toolkit", "audit", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        input=input,
         capture_output=True,
         text=True,
         timeout=300,
@@ -569,6 +570,36 @@ def test_a_forked_child_runs_as_without_the_tool(write, tmp_path):
 def test_a_program_that_is_not_there(tmp_path):
     found = _run(tmp_path, "train.py")
     assert (found.returncode, found.stderr) == (2, "error: The program should be in a file. Found none at train.py.\n")
+
+
+READS = """
+import sys
+import torch
+scale = float(input())
+x, w = torch.tensor([float(line) for line in sys.stdin]), torch.nn.Parameter(torch.ones(()))
+print("numbers", x.tolist())
+optimiser = torch.optim.SGD([w], 0.1)
+for step in range(2):
+    loss = (scale * w * x - (w * x).detach()).square().mean()
+    {}
+    optimiser.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "backward",
+    ["loss.backward()", "w.grad, = torch.autograd.grad(loss, w)"],
+    ids=["with a witness", "from the start again"],
+)
+def test_each_run_of_a_script_reads_the_same_input(write, tmp_path, backward):
+    write(READS.format(backward))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    found = _run(tmp_path, "train.py", "--step", "2", "--verify", input="2\n3\n4\n", TMPDIR=str(folder))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith("computes the same loss and gradients, bit for bit\n")
+    assert set(found.stderr.splitlines()) == {"numbers [3.0, 4.0]"}
+    assert list(folder.iterdir()) == []
 
 
 def test_the_answer_alone_is_on_stdout_wherever_the_script_goes(write, tmp_path):

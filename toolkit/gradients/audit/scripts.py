@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ from toolkit.gradients._gates import replacing
 from toolkit.gradients._nodes import gate_of, reachable_nodes
 from toolkit.gradients._program import keeping_selected
 from toolkit.gradients._threads import this_thread
+from toolkit.gradients.audit._input import KeptInput
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.passes import Refused, backward_passes, root_of_pass
 from toolkit.gradients.audit.steps import Recorder, Unrecordable
@@ -167,7 +168,8 @@ class ScriptRun:
             hook.remove()
 
     def _started(self, script: Script) -> None:
-        script.run()
+        with self.lessons.input.given():
+            script.run()
 
     @property
     def progress(self) -> str:
@@ -459,21 +461,25 @@ class Lessons:
             step it begins with the first optimiser of the script, and one more step earlier with the script.
         starts: The number of starts.
         gradients: Whether calls of `torch.autograd.grad` are the backward passes.
+        input: The standard input of the script, as far as it was read.
     """
 
     real: dict[str, str] = field(default_factory=dict)
     earlier: int = 0
     starts: int = 1
     gradients: bool = False
+    input: KeptInput = field(default_factory=KeptInput)
 
     @classmethod
     def read(cls) -> Lessons:
         """Take the lessons from the environment."""
-        return cls(**json.loads(os.environ.pop(_LESSONS, "{}")))
+        told = json.loads(os.environ.pop(_LESSONS, "{}"))
+        return cls(**{**told, "input": KeptInput(told.get("input", ""))})
 
     def environment(self) -> dict[str, str]:
         """Return the environment of a process that takes these lessons."""
-        return {**os.environ, _LESSONS: json.dumps({**asdict(self), "starts": self.starts + 1})}
+        told = {**vars(self), "starts": self.starts + 1, "input": self.input.path}
+        return {**os.environ, _LESSONS: json.dumps(told)}
 
     def start_again(self) -> NoReturn:
         """Run the command of this process again, in its place."""
