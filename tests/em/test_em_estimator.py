@@ -1238,3 +1238,15 @@ def test_attributes_that_float32_cannot_hold_are_refused(kind, scale):
     assert not hasattr(estimator, "means_")
     found = estimator.fit(x)
     assert all(np.isfinite(value).all() for value in (found.covariances_, found.precisions_))
+
+
+@pytest.mark.parametrize("kind", ["full", "diag"])
+@pytest.mark.parametrize("n", [20, 20_000])
+def test_the_first_of_equal_components_is_predicted(kind, n):
+    x = np.random.default_rng(0).normal(size=(n, 3))
+    model = GaussianMixture(3, covariance_type=kind, max_iter=0, random_state=0).fit(x)
+    for name in ("weights_", "means_", "precisions_cholesky_"):
+        values = getattr(model, name)
+        setattr(model, name, np.stack([values[0], values[1], values[1]]))
+    model.weights_ = np.array([0.0, 0.5, 0.5])
+    assert (model.predict(x) == 1).all()
