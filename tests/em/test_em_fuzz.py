@@ -1,14 +1,14 @@
-"""Seeded random data and settings, from the same start as scikit-learn: nobody tuned anything on them.
+"""Seeded random data and settings, from the same start as scikit-learn and hmmlearn: nobody tuned anything on them.
 
-N samples, D features, K components. Scikit-learn's diagonal and spherical densities lose digits by expanded squares far
-from the origin, so the parameters are compared on all data, and its densities only on data near the origin.
+N samples, D features, K components or states. Scikit-learn's diagonal and spherical densities lose digits by expanded
+squares far from the origin, so the parameters are compared on all data, and its densities only on data near the origin.
 """
 
 import numpy as np
 import pytest
 from sklearn.mixture import GaussianMixture as Peer
 
-from toolkit.em import COVARIANCE_TYPES, GaussianMixture
+from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianMixture
 
 # Takes a generator, N, D and K to samples.
 KINDS = {
@@ -122,3 +122,59 @@ def test_converged_fits_leave_nothing_to_scikit_learn():
             higher.append(case.name)
     assert len(left) <= 1, left
     assert len(lower) <= len(higher), lower
+
+
+# --- hidden Markov models beside hmmlearn's ---------------------------------------------------------------------------
+
+LONGEST = (2, 6, 60, 400)
+
+
+def _chains(seed: int):
+    """Return ours and hmmlearn's with the same parameters, some transitions forbidden; sequences, and their lengths."""
+    peers = pytest.importorskip("hmmlearn.hmm")
+    random, kind = np.random.default_rng(seed), COVARIANCE_TYPES[seed % 4]
+    k, d = int(random.integers(1, 6)), int(random.integers(1, 4))
+    lengths = random.integers(1, LONGEST[seed // 4 % 4], size=random.integers(1, 9)).tolist()
+    start, transition = random.dirichlet(np.ones(k)), random.dirichlet(np.full(k, 0.5), size=k)
+    if k > 1 and seed % 3:
+        transition[random.random((k, k)) < 0.3] = 0
+        transition += 0.1 * np.eye(k)
+        transition /= transition.sum(1, keepdims=True)
+        start[0] = 0
+        start /= start.sum()
+    roots = random.normal(size=(k, d, d + 2))
+    matrices = roots @ roots.transpose(0, 2, 1) / (d + 2) + 0.1 * np.eye(d)
+    covariances = {
+        "full": matrices,
+        "tied": matrices[0],
+        "diag": matrices.diagonal(0, 1, 2),
+        "spherical": matrices[:, 0, 0],
+    }
+    ours = GaussianHMM(k, kind, init_params="", reg_covar=0, accelerate="none", tol=0, max_iter=1)
+    theirs = peers.GaussianHMM(k, kind, init_params="", covars_prior=0, min_covar=0, tol=-np.inf, n_iter=1)
+    theirs.n_features = d
+    means = 3 * random.normal(size=(k, d))
+    for one in (ours, theirs):
+        one.startprob_, one.transmat_, one.means_, one.covars_ = start, transition, means, covariances[kind]
+    return ours, theirs, 3 * random.normal(size=(sum(lengths), d)), lengths
+
+
+@quiet
+@pytest.mark.parametrize("part", range(16))
+def test_chains_are_those_of_hmmlearn(part):
+    for seed in range(part, 96, 16):
+        ours, theirs, x, lengths = _chains(seed)
+        assert ours.score(x, lengths) == pytest.approx(theirs.score(x, lengths), rel=1e-9), seed
+        posteriors = ours.predict_proba(x, lengths)
+        np.testing.assert_allclose(posteriors, theirs.predict_proba(x, lengths), atol=1e-8, err_msg=str(seed))
+        (score, path), (expected, their_path) = ours.decode(x, lengths), theirs.decode(x, lengths)
+        assert score == pytest.approx(expected, rel=1e-9), seed
+        assert path.tolist() == their_path.tolist(), seed
+        # Of few samples the next covariance may be singular; without any transition theirs are 0.
+        if posteriors.sum(0).min() < 5 or max(lengths) == 1:
+            continue
+        ours.fit(x, lengths)
+        theirs.fit(x, lengths)
+        for name in ("startprob_", "transmat_", "means_"):
+            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-7, err_msg=f"{seed}, {name}")
+        assert ours.score(x, lengths) == pytest.approx(theirs.score(x, lengths), rel=1e-8), seed
