@@ -84,6 +84,12 @@ class Form:
         return values.numpy() if self.numpy else values
 
 
+def refuse_masked(name: str, values: object, hint: str = "") -> None:
+    """Raise a ValueError for an array with masked values, whose masks NumPy's and torch's conversions drop."""
+    if isinstance(values, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(values).sum())):
+        raise ValueError(f"`{name}` should have no masked values. Found {count}.{hint}")
+
+
 def read(
     estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, least: int = 1, hint: str = ""
 ) -> tuple[Tensor, Form]:
@@ -104,9 +110,9 @@ def read(
     from sklearn.utils.validation import validate_data
 
     if isinstance(x, np.ma.MaskedArray):
+        if not missing:
+            refuse_masked("X", x, hint)
         hidden, x = np.ma.getmaskarray(x), np.ma.getdata(x)
-        if hidden.any() and not missing:
-            raise ValueError(f"`X` should have no masked values. Found {hidden.sum()}.{hint}")
         x = np.where(hidden, x.dtype.type(np.nan) if x.dtype.kind == "f" else np.nan, x) if missing else x
     if not isinstance(x, Tensor):
         finite = "allow-nan" if missing else True
@@ -331,10 +337,11 @@ def read_weights(sample_weight: object, n_samples: int | None, like: Tensor, *, 
         total: Whether these are all weights, so that at least one must be positive.
 
     Raises:
-        ValueError: If the number of weights is not N, a weight is negative or not finite, or all are 0.
+        ValueError: If the number of weights is not N, a weight is negative, masked or not finite, or all are 0.
     """
     if sample_weight is None:
         return None
+    refuse_masked("sample_weight", sample_weight)
     values = sample_weight if isinstance(sample_weight, Tensor) else np.asarray(sample_weight)
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "fiub":

@@ -612,6 +612,25 @@ def test_prior_changes_with_the_units():
     assert np.allclose(49 * one.covariances_, other.covariances_, rtol=1e-4)
 
 
+def test_masked_weights_parameters_and_chunks_are_refused():
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    weights, masked = np.ma.masked_array(np.ones(60), mask=np.arange(60) < 5), np.ma.masked_array(x, mask=x > 1)
+    found, hidden = "should have no masked values. Found", int((x > 1).sum())
+    model = GaussianMixture(2, random_state=0)
+    with pytest.raises(ValueError, match=f"`sample_weight` {found} 5"):
+        model.fit(x, sample_weight=weights)
+    with pytest.raises(ValueError, match=f"`sample_weight` {found} 5"):
+        model.fit([(x[:30], weights[:30]), (x[30:], weights[30:])])
+    with pytest.raises(ValueError, match=f"`means_init` {found} 1"):
+        GaussianMixture(2, means_init=np.ma.masked_array(x[:2], mask=np.arange(6).reshape(2, 3) == 4)).fit(x)
+    with pytest.raises(ValueError, match=f"`sequence_weight` {found} 1"):
+        GaussianHMM(2).fit(x, [30, 30], sequence_weight=np.ma.masked_array([1.0, 1.0], mask=[0, 1]))
+    with pytest.raises(ValueError, match=f"`x` {found} {hidden}"):
+        fit([masked], 2)
+    with pytest.raises(ValueError, match=f"`sample_weight` {found} 5"):
+        fit([(x, weights)], 2)
+
+
 def test_masked_values_are_missing_or_refused():
     """The numbers under a mask are no samples."""
     x = bundled.load_iris().data.astype(np.float32)

@@ -1071,6 +1071,20 @@ BAD_FITS = {
         ValueError,
         r"`X` should have shape \(N, 1\) or \(N,\)",
     ),
+    "masked": (
+        CategoricalHMM(2),
+        np.ma.masked_array([[0], [1], [0]], mask=[[0], [1], [0]]),
+        None,
+        ValueError,
+        "`X` should have no masked values. Found 1",
+    ),
+    "codes": (
+        CategoricalHMM(2),
+        np.array([[0], [10**9], [1]]),
+        None,
+        ValueError,
+        r"Found a largest one of 1000000000: number the symbols by `np\.unique",
+    ),
     "symbol": (CategoricalHMM(2, n_features=2), np.array([[0], [5]]), None, ValueError, "from 0 to 1. Found 0 to 5"),
 }
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from toolkit._data import Chunk, Rows, parts_of, pieces_of, rows_of
+from toolkit._data import Chunk, Rows, parts_of, pieces_of, refuse_masked, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import structure_of
 from toolkit.em.engine.checks import FLOATS, check_covariance, check_finite, check_weights
@@ -166,7 +166,8 @@ def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:
 def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: bool = False) -> Rows:
     """Return the reader of a re-iterable of arrays, of tensors, or of pairs of samples and weights.
 
-    Each chunk is checked when it is read: a sample that is not finite raises a ValueError with its row.
+    Each chunk is checked when it is read: a sample that is not finite raises a ValueError with its row, and so do
+    masked values.
 
     Raises:
         TypeError: If the source can be read only once, or weights are integers.
@@ -181,6 +182,8 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
         n_features, start = None, 0
         for piece in pieces_of(source):
             values, weights = parts_of(piece)
+            refuse_masked("x", values)
+            refuse_masked("sample_weight", weights)
             x = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
             x = x if x.dtype in FLOATS else x.to(torch.float64)
             n_features = x.shape[-1] if n_features is None and x.ndim == 2 else n_features

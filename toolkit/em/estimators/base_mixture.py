@@ -16,7 +16,16 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from toolkit._checks import integer
-from toolkit._data import Array, Form, RandomState, generator_of, read_parts, read_weights, weights_of_parts
+from toolkit._data import (
+    Array,
+    Form,
+    RandomState,
+    generator_of,
+    read_parts,
+    read_weights,
+    refuse_masked,
+    weights_of_parts,
+)
 from toolkit.blocks import no_graph
 from toolkit.em.mixture import Mixture
 
@@ -243,6 +252,7 @@ def numbers(name: str, values: object) -> Tensor:
     """Return numbers as float64; raise a ValueError for anything else."""
     if isinstance(values, Tensor):
         return values.to(torch.float64)
+    refuse_masked(name, values)
     try:
         return torch.from_numpy(np.array(values, np.float64))
     except (TypeError, ValueError):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit._data import Array, Form, RandomState, from_numpy, read
+from toolkit._data import Array, Form, RandomState, from_numpy, read, refuse_masked
 from toolkit.em import hmm
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate
@@ -20,6 +20,10 @@ from toolkit.em.engine.starts import Init, start
 from toolkit.em.estimators.base_hmm import BaseHMM, Decoder, concentration, dirichlet
 
 __all__ = ["CategoricalHMM", "GaussianHMM"]
+
+# The most symbols that `fit` takes from the largest one of the data: more are numbers of another kind, and the columns
+# of their probabilities would fill the memory.
+_MOST_SYMBOLS = 2**22
 
 
 class GaussianHMM(BaseHMM):
@@ -239,6 +243,7 @@ class CategoricalHMM(BaseHMM):
         self.callback = callback
 
     def _read(self, x: object, *, reset: bool) -> tuple[Tensor, Form]:
+        refuse_masked("X", x)
         found = x if isinstance(x, Tensor) else np.asarray(x)
         if found.ndim not in (1, 2) or found.shape[1:] not in ((), (1,)) or len(found) == 0:
             raise ValueError(f"`X` should have shape (N, 1) or (N,), N at least 1. Found {tuple(found.shape)}.")
@@ -264,7 +269,14 @@ class CategoricalHMM(BaseHMM):
     def _start_emissions(self, x: Tensor, generator: torch.Generator) -> hmm.CategoricalEmissions:
         if "e" not in self.init_params:
             return self._emissions().to(x.device)
-        m = int(x.max()) + 1 if self.n_features is None else integer("n_features", self.n_features, 1)
+        largest = int(x.max())
+        if self.n_features is None and largest >= _MOST_SYMBOLS:
+            raise ValueError(
+                "`X` should hold symbols from 0, each a column of `emissionprob_`. "
+                f"Found a largest one of {largest}: number the symbols by `np.unique(X, return_inverse=True)[1]`, or "
+                "set `n_features`."
+            )
+        m = largest + 1 if self.n_features is None else integer("n_features", self.n_features, 1)
         drawn = dirichlet(int(self.n_components), m, generator)
         return hmm.CategoricalEmissions(log_probabilities=drawn.log().to(x.device))
 
