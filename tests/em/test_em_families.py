@@ -644,3 +644,11 @@ def test_start_refuses(name):
 def test_a_name_is_no_family():
     with pytest.raises(TypeError, match=r"`family` should be a family of mixtures, .*\. Found 'poisson'\."):
         fit_family("poisson", torch.zeros(4, 1), 2)
+
+
+@pytest.mark.parametrize("kind", [StudentMixture, FactorAnalysers])
+def test_values_too_large_for_a_variance_are_refused(kind):
+    x = 1e160 * torch.randn(60, 3, generator=seeded(), dtype=torch.float64)
+    options = {"n_factors": 1} if kind is FactorAnalysers else {}
+    with pytest.raises(ValueError, match=r"`x` should have a finite covariance.*too large"):
+        fit_family(kind, x, 2, generator=seeded(), **options)

@@ -804,3 +804,10 @@ def test_shapes_that_do_not_fit_together():
         MissingGaussian(there).m_step(X, torch.ones(60, 2, dtype=F64))
     with pytest.raises(ValueError, match="`n_draws` should be a positive integer"):
         draw_missing(there, X, 0)
+
+
+def test_values_too_large_for_a_variance_are_refused():
+    x = 1e160 * torch.randn(60, 3, generator=seeded(), dtype=torch.float64)
+    x[3, 1] = math.nan
+    with pytest.raises(ValueError, match=r"`x` should have a finite covariance.*too large"):
+        fit_missing(x, 2, covariance_type="full", generator=seeded())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.em.covariance import soft_counts
-from toolkit.em.engine.checks import check_finite, check_floats, check_matrix, check_weights
+from toolkit.em.engine.checks import check_covariance, check_finite, check_floats, check_matrix, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
 
 __all__ = [
@@ -110,11 +110,16 @@ def partition(x: Tensor, n: int, weights: Tensor | None, generator: torch.Genera
 
     Returns:
         The component of each sample (N,), and the weight of each sample (N,) in `x`'s type.
+
+    Raises:
+        ValueError: If the variance of a feature overflows.
     """
     weights = torch.ones_like(x[:, 0]) if weights is None else weights.to(x)
     share = (weights / weights.sum())[:, None]
     centred = x - (share * x).sum(0)
-    spread = (share * centred.square()).sum(0).sqrt()
+    variances = (share * centred.square()).sum(0)
+    check_covariance(variances)
+    spread = variances.sqrt()
     points = centred / torch.where(spread > 0, spread, 1.0)
     _, labels = lloyd(points, points[seeds(points, n, weights, generator)], LLOYD_STEPS, weights=weights)
     return labels[0], weights

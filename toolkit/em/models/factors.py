@@ -134,7 +134,10 @@ class FactorAnalysers(Located):
         whole = share @ (x - share @ x).square()
         varies = whole > (4 * torch.finfo(x.dtype).eps * x.abs().amax(0)).square()
         if not bool(varies.any()):
-            raise ValueError(f"`x` should hold different samples. Found {x[0].tolist()} alone.")
+            raise ValueError(
+                f"`x` should hold different samples. Found {x[0].tolist()}, and no difference from it whose square is "
+                "above rounding."
+            )
         least = float(whole[varies].min())
         floor = 1e-6 * least if noise_floor is None else number("noise_floor", noise_floor, least=0)
         means = centres(x, hard)

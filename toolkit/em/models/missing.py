@@ -28,7 +28,7 @@ from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
-from toolkit.em.engine.checks import check_prior, check_variances, check_weights
+from toolkit.em.engine.checks import check_covariance, check_prior, check_variances, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds, squared_distances
 from toolkit.em.engine.starts import Init, check_given, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
@@ -385,6 +385,7 @@ def start_missing(
     means, nearest = found[0][0], found[1][0]
     shares = nearest.bincount(minlength=n_components).clamp(min=1).to(x.dtype)
     covariance = _covariance_of_seen(seen * (points - means[nearest]), seen)
+    check_covariance(covariance)
     structure = structure_of(covariance_type)
     regularised = structure.regularise(structure.restrict(covariance), reg_covar)
     return GaussianParameters.from_covariances(
