@@ -238,8 +238,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("** -state.exponent, state.least_step)", "** -1, state.least_step)", "test_em_online"),
         (
-            "converged = tol > 0 and gained[-1] - gained[-2] <= tol",
-            "converged = gained[-1] - gained[-2] <= tol",
+            "return tol > 0 and gained[-1] - gained[-2] <= tol",
+            "return gained[-1] - gained[-2] <= tol",
             "test_em_acceleration",
         ),
         (

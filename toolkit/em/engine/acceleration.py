@@ -235,14 +235,8 @@ def climb(
                 method, recent = _METHODS[accelerate](), []
         history.append(max(there.value, history[-1]))  # equal to rounding counts as not lower
         gained.append(history[-1])
-        if accelerate == "none":
-            converged = tol > 0 and gained[-1] - gained[-2] <= tol
-        else:
-            converged = _has_gained_little(gained, MEMORY, max(tol, noise))
-            converged = converged or (tol > 0 and _has_gained_little(gained, MEMORY // 2, max(0.1 * tol, noise)))
-            recent = [*recent[-FEW:], there]
-            few = tol > 0 and len(recent) > FEW and len(gained) <= MEMORY and gained[-1] - gained[-1 - FEW] <= tol
-            converged = converged or (few and (there.size**2 <= noise or _is_fast(recent[0], there)))
+        recent = [*recent[-FEW:], there]
+        converged = _has_converged(accelerate, tol, noise, gained, recent)
         if target is not None and there.value - here.value <= noise:
             stuck += there.size >= 0.5 * here.size
             converged = converged or stuck == 2
@@ -416,6 +410,21 @@ def _is_taken(there: _Point[P], here: _Point[P], rounding: float) -> bool:
     """Say whether a jump raised the value; where rounding decides, whether it came nearer to a fixed point."""
     gain = there.value - here.value
     return math.isfinite(there.value) and (gain > rounding or (gain >= -rounding and there.size < here.size))
+
+
+def _has_converged(
+    accelerate: Accelerate, tol: float, noise: float, gained: Sequence[float], recent: Sequence[_Point[P]]
+) -> bool:
+    """Say whether the last evaluations gained little (see `climb`), given the value after each, and the last points."""
+    if accelerate == "none":
+        return tol > 0 and gained[-1] - gained[-2] <= tol
+    if _has_gained_little(gained, MEMORY, max(tol, noise)):
+        return True
+    if tol == 0:
+        return False
+    few = len(recent) > FEW and len(gained) <= MEMORY and gained[-1] - gained[-1 - FEW] <= tol
+    fast = few and (recent[-1].size ** 2 <= noise or _is_fast(recent[0], recent[-1]))
+    return fast or _has_gained_little(gained, MEMORY // 2, max(0.1 * tol, noise))
 
 
 def _has_gained_little(gained: Sequence[float], count: int, most: float) -> bool:

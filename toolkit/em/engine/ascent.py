@@ -61,37 +61,11 @@ def climb_prepared(
     The iteration runs in the coordinates of the pass, in which means have no offset, and all features and directions
     have the same scale.
     """
-    kind, pass_data = first.covariance_type, data.as_samples()
-    structure = structure_of(kind)
-    ridge, log_volume = data.ridge(reg_covar), data.log_volume
+    structure, ridge = structure_of(first.covariance_type), data.ridge(reg_covar)
     swallowed = _swallows(ridge)
-    framed = _framed(first.to(torch.float64), data)
-    rounding = ROUNDING[data.dtype]
-
     if prior is None and not swallowed and is_small(data, structure, first.n_components):
-        small = SmallData(pass_data, structure, first.n_components, ridge)
-        unscale = _unscale(data)
-
-        def unpack(position: Tensor) -> SmallMixture:
-            there = origin.unpack(position)
-            check_variances(there.factor if unscale is None else unscale @ there.factor, structure, reg_covar)
-            return there
-
-        def small_em(there: SmallMixture) -> tuple[SmallMixture, float]:
-            moved, value = small.em(there)
-            return moved, value - log_volume
-
-        origin = SmallMixture.of(framed)
-        reached = climb(
-            small_em,
-            origin,
-            pack=SmallMixture.pack,
-            unpack=unpack,
-            rounding=rounding,
-            error=small.error,
-            **vars(options),
-        )
-        return _finished(reached, reached.parameters.as_gaussian(), first, data)
+        return _climb_small(first, data, options, reg_covar=reg_covar)
+    kind, pass_data, log_volume = first.covariance_type, data.as_samples(), data.log_volume
 
     def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
         moments = pass_over_ranks(parameters, pass_data)
@@ -104,13 +78,40 @@ def climb_prepared(
 
     found = climb_family(
         em,
-        framed,
+        _framed(first.to(torch.float64), data),
         options,
-        rounding=rounding,
+        rounding=ROUNDING[data.dtype],
         error=lambda there: rounding_error(there, pass_data),
         check=lambda there: check_variances(data.factor_from_frame(there.precisions_cholesky), structure, reg_covar),
     )
     return _finished(found, found.parameters, first, data)
+
+
+def _climb_small(first: GaussianParameters, data: Prepared, options: ClimbOptions, *, reg_covar: float) -> Fit:
+    """Fit from one start on data for which NumPy is the faster."""
+    structure, unscale, log_volume = structure_of(first.covariance_type), _unscale(data), data.log_volume
+    small = SmallData(data.as_samples(), structure, first.n_components, data.ridge(reg_covar))
+    origin = SmallMixture.of(_framed(first.to(torch.float64), data))
+
+    def unpack(position: Tensor) -> SmallMixture:
+        there = origin.unpack(position)
+        check_variances(there.factor if unscale is None else unscale @ there.factor, structure, reg_covar)
+        return there
+
+    def em(there: SmallMixture) -> tuple[SmallMixture, float]:
+        moved, value = small.em(there)
+        return moved, value - log_volume
+
+    found = climb(
+        em,
+        origin,
+        pack=SmallMixture.pack,
+        unpack=unpack,
+        rounding=ROUNDING[data.dtype],
+        error=small.error,
+        **vars(options),
+    )
+    return _finished(found, found.parameters.as_gaussian(), first, data)
 
 
 @no_graph()

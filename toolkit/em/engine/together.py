@@ -164,17 +164,12 @@ def climb_together(
         lost, fall = ~jumping & ~finite, rows.last - value
         fell = ~jumping & finite & (fall > noise) & (fall > error)
         low = fell & (fall > max(tol / MEMORY, SHALLOW))
-        for row in low.nonzero()[0].tolist():
-            walk, least = _Walk(em, rows.ids[row : row + 1], image[row : row + 1]), max(tol, float(noise[row]))
-            limit = int(rows.limit[row] - rows.n_iter[row])
-            fell[row] = not across(walk.step, float(value[row]), float(rows.last[row]) + least, least, limit)
-            low[row] = fell[row] and walk.n_steps == limit
-            rows.n_iter[row] += 0 if fell[row] and plain else walk.n_steps
-            if not fell[row]:
-                target[row], image[row], value[row] = walk.position[0], walk.image[0], walk.value
-                residual[row], gain[row] = image[row] - target[row], value[row] - rows.value[row]
-                size[row] = _norms(residual[row : row + 1])[0]
-                rows.begin(row, walk.n_steps)
+        if low.any():
+            points = target, image, value
+            for row in low.nonzero()[0].tolist():
+                fell[row], low[row] = _cross(rows, row, em, points, least=max(tol, float(noise[row])), plain=plain)
+            residual, gain = image - target, value - rows.value
+            size = _norms(residual)
         moved = (taken | ~jumping) & ~lost & ~fell
         rows.n_iter -= fell & plain
         rows.last = np.where(moved, np.fmax(value, rows.last), rows.last)
@@ -205,6 +200,24 @@ def climb_together(
         share = np.where(limits == 1, tol, tol * found.n_iter / MEMORY)
         found.converged[:] |= (found.n_iter > 0) & (found.n_iter < MEMORY) & (rise <= np.maximum(share, noise))
     return found
+
+
+def _cross(
+    rows: _Rows, row: int, em: EmOfRows, points: tuple[_Floats, _Floats, _Floats], *, least: float, plain: bool
+) -> tuple[bool, bool]:
+    """Take plain steps of one fit whose value fell, and move its point, image and value to the first that is higher.
+
+    Returns:
+        Whether the fit stays where it was, and whether it does so because its steps are used up.
+    """
+    position, image, value = points
+    walk, limit = _Walk(em, rows.ids[row : row + 1], image[row : row + 1]), int(rows.limit[row] - rows.n_iter[row])
+    stays = not across(walk.step, float(value[row]), float(rows.last[row]) + least, least, limit)
+    rows.n_iter[row] += 0 if stays and plain else walk.n_steps
+    if not stays:
+        position[row], image[row], value[row] = walk.position[0], walk.image[0], walk.value
+        rows.begin(row, walk.n_steps)
+    return stays, stays and walk.n_steps == limit
 
 
 def _have_gained_little(rows: _Rows, tol: float, noise: _Floats, plain: bool) -> _Mask:
