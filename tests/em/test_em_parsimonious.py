@@ -748,13 +748,15 @@ def test_singular_component_is_named(model):
     scatter[1] = 1e-30 * scatter[0]
     if model[:2] == "EV":
         scatter[1] = torch.diag(torch.tensor([1.0, 2.0, 1e-30], dtype=F64))
-    with pytest.raises(ValueError, match=r"should be positive definite. Found a singular one of component 1:"):
+    with pytest.raises(
+        ValueError, match=r"^`covariances` should be positive definite\. Found a singular one of component 1:"
+    ):
         covariances_from_scatter(model, counts, scatter)
 
 
 @pytest.mark.parametrize("model", ["EII", "EEI", "EEE", "EEV", "VVI", "VVV"])
 def test_no_scatter_at_all_is_singular(model):
-    with pytest.raises(ValueError, match=r"should be positive definite. Found a singular one"):
+    with pytest.raises(ValueError, match=r"^`covariances` should be positive definite\. Found a singular one"):
         covariances_from_scatter(model, torch.ones(2, dtype=F64), torch.zeros(2, 2, 2, dtype=F64))
 
 

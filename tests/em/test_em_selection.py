@@ -285,7 +285,7 @@ def test_singular_from_every_start_is_reported():
     assert (singular.verdict, sound.verdict) == ("singular", "sound")
     assert math.isnan(singular.bic)
     assert singular.parameters is None
-    assert "should be positive definite" in singular.note
+    assert "`covariances` should be positive definite" in singular.note
     assert singular.n_refused == 8
     assert "-: a covariance became singular" in str(found)
     assert found.to_dict()["candidates"][0]["bic"] is None

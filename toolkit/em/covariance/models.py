@@ -236,7 +236,7 @@ def covariances_from_scatter(
     if start is not None and start.model != model:
         raise ValueError(f"`start` should be of the model {model}. Found {start.model}.")
     found, sound = chosen.m_step(counts, scatter, start, inner_steps)
-    raise_if_singular(sound[0] if len(sound) == 1 else sound, "scatter", "model")
+    raise_if_singular(sound[0] if len(sound) == 1 else sound, restricted="model")
     return found
 
 

@@ -394,4 +394,4 @@ def problem_of(sound: Tensor | None) -> str:
     """Return the error of a failed M-step, from the mask of sound covariances, or None after an overflow."""
     if sound is None:
         return "The covariances should be finite and positive. Found some that overflow."
-    return singular(sound[0] if len(sound) == 1 else sound, "scatter", "model")
+    return singular(sound[0] if len(sound) == 1 else sound, "covariances", "model")
