@@ -53,7 +53,7 @@ from ._digits import BALLS, Batches, on_device, split_digits
 __all__ = ["Choice", "Config", "run"]
 
 _ENSEMBLE = "accuracy under the ensemble"
-_ONCE, _OFTEN = "accuracy after one step (FGSM)", "after many, too (PGD)"
+_ONCE, _OFTEN = "accuracy after one step (FGSM)", "accuracy after many steps, too (PGD)"
 
 _TARGETED_STEPS = 10  # on digits its accuracy is at most one point above the ensemble's, at the cost of PGD
 

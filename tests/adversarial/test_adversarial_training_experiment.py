@@ -169,7 +169,7 @@ def test_scores_are_shares_of_the_held_out_digits_and_leave_the_modes_alone() ->
     tried = [x, fgsm(model, x, labels, **ball), pgd(model, x, labels, **ball, steps=20)]
     tried.append(multi_target(model, x, labels, **ball, steps=10))
     right = torch.stack([model(inputs).argmax(1) == labels for inputs in tried]).cummin(0).values
-    names = ["clean accuracy", "accuracy after one step (FGSM)", "after many, too (PGD)", "objective"]
+    names = ["clean accuracy", "accuracy after one step (FGSM)", "accuracy after many steps, too (PGD)", "objective"]
     expected = dict(zip(names, right.double().mean(1).tolist(), strict=True))
     assert metrics == pytest.approx(expected, abs=1e-12)
     assert len(labels) == 539
@@ -219,7 +219,7 @@ def test_other_methods_take_as_many_updates_as_the_first(method: str, monkeypatc
     many = 5 if method == "fgsm" else 1
     assert counts == {
         "objective": many,
-        "after many, too (PGD)": many,
+        "accuracy after many steps, too (PGD)": many,
         "accuracy after one step (FGSM)": many,
         "clean accuracy": many,
         "accuracy under the ensemble": 1,
@@ -276,7 +276,7 @@ def test_virtual_directions_that_move_are_moved_away() -> None:
             train(one, settings)
         ends[name] = one.evaluate()
         shares[name] = _found_by_the_probe(settings, one.parameters)
-    once, often = "accuracy after one step (FGSM)", "after many, too (PGD)"
+    once, often = "accuracy after one step (FGSM)", "accuracy after many steps, too (PGD)"
     assert ends["direction"]["objective"] < 0.7 * ends["blocked"]["objective"]
     assert ends["direction"][once] > ends["blocked"][once] + 0.02
     assert ends["clean"][often] > ends["blocked"][often] + 0.01

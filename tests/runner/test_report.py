@@ -282,6 +282,15 @@ def test_other_methods_have_a_row_each(results, page, parsed):
     assert walk == ["walk <b>on</b>", "1.5 (1 … 2)", "5", "2", "0.0625 (0 … 0.125)", "1 s (500 ms … 1.5 s)"]
     assert jump == ["jump", "–", "–", "0.5", "–", "–"]
     assert elsewhere == ["elsewhere <b>1999</b>", "–", "–", "0.25", "–", "–"]
+    assert methods.note == (
+        " The time per lap is measured without the evaluations, while nothing else runs. "
+        "Rows with a single number are published values."
+    )
+    for record in records:
+        record.data["methods"]["trained"]["walk <b>on</b>"]["seconds_per_step"] = None
+        record.data["config"]["references"] = {}
+    untimed = methods_section(records)
+    assert (untimed.heads, untimed.note) == (methods.heads[:-1], "")
     text = page.read_text()
     beside = [found for found in read_all(results) if found.records[-1].data["methods"] is not None]
     assert text.count("<h3>Other methods</h3>") == len(beside)

@@ -45,12 +45,14 @@ class Section:
         picture: SVG; empty for a single swept value.
         heads: The heads of the columns.
         rows: The rows of the table.
+        note: Further sentences below the table.
     """
 
     label: str
     picture: str
     heads: list[str]
     rows: list[list[str]]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,10 +173,13 @@ def methods_section(records: Sequence[Record]) -> Section | None:
         rows.append([level.label, "–", "–", brief(level.value), *["–"] * len(others), "–"])
     label, objective = methods["label"], newest["objective"]["label"]
     heads = ["method", "best on the way", f"at {label}", "at the end", *others, f"time per {label}"]
+    note = " Rows with a single number are published values." if references else ""
     if all(row[-1] == "–" for row in rows):  # nobody asked for times
         heads, rows = heads[:-1], [row[:-1] for row in rows]
+    else:
+        note = f" The {heads[-1]} is measured without the evaluations, while nothing else runs.{note}"
     picture = draw_methods(objective, label, bands, [*levels, *references], best_value(records))
-    return Section(label, picture, heads, rows)
+    return Section(label, picture, heads, rows, note)
 
 
 def reference_levels(data: Mapping[str, Any]) -> list[Level]:
