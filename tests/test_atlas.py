@@ -58,6 +58,11 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     assert "1 of 1" not in figures([record])
     assert "2 losses of 1 packages reach 1 stops. 0 of 1 answers could be compared" in figures([record])
     assert table([record]).count("<tr>") == 3
+    many = dataclasses.replace(answer, verdict="cuts all paths to [a.weight, a.bias, b]")
+    told = table([dataclasses.replace(record, losses=[Loss("loss", "", 2.0, [many])])])
+    assert (
+        '<td>cuts all paths to <abbr title="cuts all paths to [a.weight, a.bias, b]">3 parameters</abbr></td>' in told
+    )
 
 
 def test_a_package_links_to_the_repository_that_it_names():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.atlas.records import Answer, Loss, Record
 
 __all__ = ["figures", "sortable", "table"]
 
-_HEAD = ("package", "loss", "verdict", "leak", "ratio", "after the removal", "place", "source")
+# Columns and their parts of the width in percent: all of them are in sight.
+_HEAD = {
+    "package": 11, "loss": 13, "verdict": 13, "leak": 8, "ratio": 7, "after the removal": 12, "place": 18, "source": 18,
+}  # fmt: skip
 
 # Sorts by the column whose head is clicked; numbers by their value.
 _SCRIPT = """
@@ -55,16 +58,25 @@ def table(records: Iterable[Record]) -> str:
         for loss in record.losses
         if loss.failure
     ]
-    return sortable(_HEAD, [*rows, *failed])
+    return sortable(_HEAD, [*rows, *failed], list(_HEAD.values()))
 
 
-def sortable(columns: Iterable[str], rows: Iterable[Iterable[tuple[str, str]]]) -> str:
-    """Return a table as HTML; a cell is its HTML and the key that it is sorted by, empty for its text."""
+def sortable(columns: Iterable[str], rows: Iterable[Iterable[tuple[str, str]]], widths: Sequence[int] = ()) -> str:
+    """Return a table as HTML.
+
+    Args:
+        columns: The heads of the columns.
+        rows: A cell is its HTML and the key that it is sorted by, empty for its text.
+        widths: Of the columns, in percent; long words are then broken. Empty: as wide as the cells.
+    """
     head = "".join(f'<th scope="col" style="cursor: pointer">{name}</th>' for name in columns)
+    columns_of = "".join(f'<col style="width: {width}%">' for width in widths)
+    layout = "; table-layout: fixed; width: 100%; min-width: 54em; overflow-wrap: anywhere" if widths else ""
     body = "\n".join(map(_row, rows))
     return (
-        '<div style="overflow-x: auto; font-size: 0.8em"><table class="docutils atlas" style="text-align: left">'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n<script>{_SCRIPT}</script>\n"
+        '<div style="overflow-x: auto; font-size: 0.8em"><table class="docutils atlas" '
+        f'style="text-align: left{layout}">{columns_of}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n'
+        f"</tbody></table></div>\n<script>{_SCRIPT}</script>\n"
     )
 
 
@@ -72,13 +84,22 @@ def _cells(record: Record, loss: Loss, answer: Answer) -> Iterator[tuple[str, st
     """Yield the HTML of each cell, and the key that it is sorted by."""
     yield _package(record), ""
     yield html.escape(loss.name), ""
-    yield html.escape(answer.verdict), ""
+    yield _verdict(answer.verdict), ""
     for number in (answer.leak, answer.ratio):
         yield ("", "-1") if number is None else (f"{number:.3g}", repr(number))
     told = {True: "agrees", False: "differs", None: "not compared"}[answer.agrees]
     yield html.escape(f"{told}. {answer.remark}" if answer.remark else told), ""
     yield "<br>".join(_linked(place, link) for place, link in zip(answer.places, answer.links, strict=True)), ""
     yield "<br>".join(f"<code>{html.escape(source)}</code>" for source in answer.sources), ""
+
+
+def _verdict(text: str) -> str:
+    """Return a verdict; many parameters are counted, and named when the pointer rests on them."""
+    label, names, _ = text.partition(" [")
+    count = text.count(",") + 1
+    if not names or count == 1:
+        return html.escape(text)
+    return f'{html.escape(label)} <abbr title="{html.escape(text)}">{count} parameters</abbr>'
 
 
 def _package(record: Record) -> str:
