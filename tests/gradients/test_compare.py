@@ -283,6 +283,17 @@ def hessian(p):
     return (torch.func.hessian(f)(p["v"]) @ p["v"]).sum()
 
 
+def hessian_without_recording(p):
+    """Forward mode passes `no_grad`, and the block stops it there."""
+
+    def f(v):
+        with torch.no_grad():
+            factor = v.sin() * stop_gradient((v * p["s"]).exp(), "hessian.unrecorded")
+        return (factor * v).sum()
+
+    return (torch.func.hessian(f)(p["v"]) @ p["v"]).sum()
+
+
 def per_sample_gradients(p):
     def f(v, row):
         return (row @ v) ** 2 * stop_gradient((row @ v).exp(), "per_sample")
@@ -367,6 +378,7 @@ PROGRAMS: list[Program] = [
     jacobian_reverse,
     jacobian_forward,
     hessian,
+    hessian_without_recording,
     per_sample_gradients,
     checkpointed,
     checkpointed_region,

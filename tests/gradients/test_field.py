@@ -574,6 +574,12 @@ def _pierced() -> Tensor:
     return (factor * w).sum()
 
 
+def _forward_mode(w: Tensor) -> Tensor:
+    with stop_recording("field.forward"):
+        factor = w.exp()
+    return factor * w
+
+
 W = _leaf(1.0, 2.0)
 Z = torch.ones(2, dtype=torch.complex128, requires_grad=True)
 N = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
@@ -612,6 +618,11 @@ def _hooked() -> Tensor:
     return inner.square().sum()
 
 
+def _ragged() -> Tensor:
+    rows = torch.nested.as_nested_tensor([W, W[:1]], layout=torch.jagged)
+    return rows.sin().values().square().sum()
+
+
 SQUARE = _matrix_field(torch.eye(4, dtype=torch.float64))
 
 WRONG = {
@@ -622,6 +633,12 @@ WRONG = {
     "no parameters": (TypeError, "`params` should be a module", lambda: field_jacobian(W.sum, None)),
     "complex": (ValueError, "`params` should be real", lambda: field_jacobian(lambda: Z.abs().sum(), {"z": Z})),
     "pierced": (ValueError, r"should not switch the recording on.*field\.pierced", lambda: field_jacobian(_pierced, W)),
+    "a forward-mode derivative of a region": (
+        ValueError,
+        r"should not take a forward-mode derivative of a region.*field\.forward.*use `stop_gradient`",
+        lambda: field_jacobian(lambda: torch.func.jacfwd(_forward_mode)(W).sum(), W),
+    ),
+    "nested tensors": (ValueError, "should have a second derivative", lambda: field_jacobian(_ragged, W).jacobian),
     "another parameter": (
         ValueError,
         "should hold a tensor that `loss` depends on",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.fx
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
@@ -76,18 +77,28 @@ def variable(input: Tensor) -> Tensor:
 
 def carries_gradient(input: Tensor) -> bool:
     """Say whether a derivative of any mode or level can flow into `input` (also through `torch.func` wrappers)."""
-    functorch = torch._C._functorch
     tensor = input
-    while True:
-        if tensor.requires_grad:
-            return True
-        wrapped = functorch.is_functorch_wrapped_tensor(tensor)
-        dual_possible = forward_ad._current_level >= 0 and not (wrapped and functorch.is_batchedtensor(tensor))
-        if dual_possible and forward_ad.unpack_dual(tensor).tangent is not None:
-            return True
-        if not wrapped:
-            return False
-        tensor = functorch.get_unwrapped(tensor)
+    while not tensor.requires_grad:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return forward_ad._current_level >= 0 and _carries_tangent(input)
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return True
+
+
+def _carries_tangent(tensor: Tensor) -> bool:
+    """A tensor below a transform of `torch.func` shows its tangent only while this transform is suspended."""
+    functorch = torch._C._functorch
+    with ExitStack() as suspended:
+        while True:
+            while (functorch.maybe_current_level() or 0) > max(functorch.maybe_get_level(tensor), 0):
+                suspended.enter_context(temporarily_pop_interpreter_stack())
+            wrapped = functorch.is_functorch_wrapped_tensor(tensor)
+            batched = wrapped and functorch.is_batchedtensor(tensor)
+            if not batched and forward_ad.unpack_dual(tensor).tangent is not None:
+                return True
+            if not wrapped:
+                return False
+            tensor = functorch.get_unwrapped(tensor)
 
 
 def has_storage(value: Any) -> bool:

@@ -86,6 +86,7 @@ class GateBoard(Gates):
         pierced: Recorded regions in which the program switched recording on again, so that some nodes made meanwhile
             are recorded even while the regions are closed.
         blurred: Pierced regions whose recorded nodes are not known.
+        forward_mode: Recorded regions in a forward-mode derivative, which keep no graph.
         regions: Blocks that are regions.
         elsewhere: Blocks that other threads reached meanwhile.
         hooked: Whether a tensor got a hook, which acts on every derivative through it.
@@ -103,6 +104,7 @@ class GateBoard(Gates):
     overwritten: set[str] = field(default_factory=set)
     pierced: set[str] = field(default_factory=set)
     blurred: set[str] = field(default_factory=set)
+    forward_mode: set[str] = field(default_factory=set)
     regions: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
     start: int = 0
@@ -208,6 +210,8 @@ class GateBoard(Gates):
     def _recorded(self, name: str, *, both_modes: bool) -> Iterator[None]:
         region, caches = self._passages.begin(name), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a cast that is made inside is not one for the outside
+        if both_modes and forward_ad._current_level >= 0:
+            self.forward_mode.add(name)
         try:
             with without_tangents() if both_modes else nullcontext():
                 yield

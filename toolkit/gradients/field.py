@@ -86,6 +86,11 @@ class Field:
                 "`loss` should not switch the recording on inside of a region: which of its values move is not "
                 f"known then. Found it in {sorted(self._board.pierced)}."
             )
+        if self._board.forward_mode:
+            raise ValueError(
+                "`loss` should not take a forward-mode derivative of a region: its graph is not recorded. Found one "
+                f"of {sorted(self._board.forward_mode)}: use `stop_gradient` on the results of the region instead."
+            )
         if self._board.overwritten:
             raise ValueError(
                 "`loss` should not change the memory of a blocked value in place. Found that it does: "
@@ -296,7 +301,7 @@ class Field:
                     outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True
                 )
             except RuntimeError as error:  # from an operation of torch, which raises it as late as here
-                if "not implemented" not in str(error):
+                if not isinstance(error, NotImplementedError) and "not implemented" not in str(error):
                     raise
                 raise ValueError(f"`loss` should have a second derivative. Found: {sentence(error)}.") from error
             return self._joined(found, inputs)
@@ -358,8 +363,8 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
     Raises:
         TypeError: If `loss` does not return a tensor, or `params` holds other objects.
         ValueError: If the loss is not a real scalar, is NaN or has no gradient. If there is no real parameter to
-            differentiate by. If the program switches the recording on inside of a region. If torch cannot
-            differentiate twice through it: hooks, weight normalization, once_differentiable.
+            differentiate by. If the program switches the recording on inside of a region, or takes a forward-mode
+            derivative of one. If torch cannot differentiate twice through it: nested tensors, hooks, weight normalization, once_differentiable.
         RuntimeError: If the program fails while its blocks are recorded.
 
     Example:
