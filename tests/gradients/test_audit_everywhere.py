@@ -339,6 +339,19 @@ PROGRAMS = {
                 held = checkpoint(lambda r: A(r).sin(), x, use_reentrant=False)
             return (A(x) * held).sum()
     """,
+    "checkpoint-inside-no_grad-that-writes-in-place": """
+        from torch.utils.checkpoint import checkpoint
+        def body(r):
+            parts = torch.zeros(6, 3)
+            parts[0] = A(r[0])
+            held = parts[:2].sin()  # its recomputation saves the values from before the next line
+            parts[1:] = A(r[1:]) * B(r[1:]).detach()  # opened
+            return parts + held.sum(0)
+        def loss():
+            with torch.no_grad():  # opened
+                held = checkpoint(body, x, use_reentrant=False)
+            return (A(x) * held).sum()
+    """,
     "hooks": """
         C = nn.Linear(4, 4)
         A.register_forward_hook(lambda module, inputs, output: output * output.exp().detach())  # opened

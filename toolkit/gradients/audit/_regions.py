@@ -188,8 +188,10 @@ class RegionStops:
         def is_grad_enabled() -> bool:
             frame, regions = calling_frame(), self._bare.entered()
             self._refuse_fast_path(frame, regions)
-            if frame.f_code.co_filename == checkpoint.__file__:  # without a graph it keeps values, runs nothing again
-                self._bare.unrepeated.update(regions)
+            if frame.f_code.co_filename == checkpoint.__file__:
+                if self._bare.close_regions is None:  # the region is really open in this run
+                    return bool(original())
+                self._bare.unrepeated.update(regions)  # without a graph it keeps values, runs nothing again
                 return bool(original()) and not regions
             if not regions or frame.f_code.co_filename.startswith((TOOLKIT, TORCH)):
                 return bool(original())
