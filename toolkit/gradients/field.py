@@ -364,7 +364,8 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
         TypeError: If `loss` does not return a tensor, or `params` holds other objects.
         ValueError: If the loss is not a real scalar, is NaN or has no gradient. If there is no real parameter to
             differentiate by. If the program switches the recording on inside of a region, or takes a forward-mode
-            derivative of one. If torch cannot differentiate twice through it: nested tensors, hooks, weight normalization, once_differentiable.
+            derivative of one. If torch cannot differentiate twice through it: nested tensors, hooks, weight
+            normalization, once_differentiable.
         RuntimeError: If the program fails while its blocks are recorded.
 
     Example:
