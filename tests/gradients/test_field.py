@@ -1,5 +1,6 @@
 """Jacobians of blocked gradients against the fields written out by hand, finite differences, and known values."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -618,6 +619,27 @@ def _hooked() -> Tensor:
     return inner.square().sum()
 
 
+V = torch.tensor([[0.3, -1.2, 2.0], [0.1, 0.5, -0.4]], dtype=torch.float64, requires_grad=True)
+
+
+def _layer_norm(rows: Tensor) -> Tensor:
+    return nn.functional.layer_norm(rows, (3,))
+
+
+def _batch_norm(rows: Tensor, training: bool = True) -> Tensor:
+    return nn.functional.batch_norm(rows, torch.zeros(3).double(), torch.ones(3).double(), training=training)
+
+
+def _penalty(norm: Program) -> Tensor:
+    """As in a Wasserstein critic: a derivative in the loss, so that the field needs the third."""
+    (slope,) = torch.autograd.grad(norm(V).square().mul(V.detach()).sum(), V, create_graph=True)
+    return slope.square().sum()
+
+
+def test_a_derivative_of_batch_normalization_in_evaluation_has_a_jacobian() -> None:
+    assert field_jacobian(lambda: _penalty(functools.partial(_batch_norm, training=False)), V).asymmetry == 0
+
+
 def _ragged() -> Tensor:
     rows = torch.nested.as_nested_tensor([W, W[:1]], layout=torch.jagged)
     return rows.sin().values().square().sum()
@@ -649,6 +671,14 @@ WRONG = {
         "Found torch's weight normalization",
         lambda: field_jacobian(lambda: N(torch.ones(2)).square().sum(), N),
     ),
+    **{
+        f"a derivative of {norm.__name__}": (
+            ValueError,
+            "Found a derivative in the program of layer or batch normalization",
+            functools.partial(field_jacobian, functools.partial(_penalty, norm), V),
+        )
+        for norm in (_layer_norm, _batch_norm)
+    },
     "once differentiable": (
         ValueError,
         "Found `_Once`, which is marked",

@@ -43,6 +43,9 @@ __all__ = ["Field", "field_jacobian"]
 # A dense Jacobian takes a backward pass for every number, and here 32 MB.
 _MOST_NUMBERS_DENSE = 2000
 
+# They hold the mean and the variance of the input constant: pytorch/pytorch#175754 and #186256.
+_WRONG_AT_ORDER_THREE = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
+
 # One random vector shows an asymmetry of J with probability 1; more vectors guard against near null spaces.
 _PROBES = 4
 
@@ -274,6 +277,8 @@ class Field:
                 found = "a hook, which acts on it too"
             elif type(node).__name__ == "WeightNormInterfaceBackward0":  # in torch 2.13, `gradgradcheck` rejects it
                 found = "torch's weight normalization, whose own is wrong"
+            elif type(node).__name__ in _WRONG_AT_ORDER_THREE and getattr(node, "_saved_train", True):
+                found = "a derivative in the program of layer or batch normalization, whose third torch has wrong"
             elif code is not None and code.co_filename == torch.autograd.function.__file__:
                 found = f"`{function.__name__}`, which is marked as once_differentiable"
         if found:
@@ -365,7 +370,7 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
         ValueError: If the loss is not a real scalar, is NaN or has no gradient. If there is no real parameter to
             differentiate by. If the program switches the recording on inside of a region, or takes a forward-mode
             derivative of one. If torch cannot differentiate twice through it: nested tensors, hooks, weight
-            normalization, once_differentiable.
+            normalization, once_differentiable, or three times: the derivative of layer or batch normalization.
         RuntimeError: If the program fails while its blocks are recorded.
 
     Example:
