@@ -351,6 +351,28 @@ def test_functional_transforms_inside() -> None:
         _check(program, compiled, *names)
 
 
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian], ids=lambda transform: transform.__name__)
+@pytest.mark.parametrize("inside", [False, True], ids=["transform compiled", "function compiled"])
+def test_a_region_in_forward_mode_is_left_out_of_the_graph(transform: Callable, inside: bool) -> None:
+    def loss(x: Tensor) -> Tensor:
+        with stop_recording(TARGET):
+            factor = x.square().view(-1)  # a view keeps its tangent where only forward mode is switched off
+        return (x.exp() * factor).sum()
+
+    compiled = transform(torch.compile(loss, backend="aot_eager"))
+    if not inside:
+        compiled = torch.compile(transform(loss), backend="aot_eager")
+        with pytest.raises(Exception, match="should have no forward-mode derivative of a region"):
+            torch.compile(transform(loss), backend="aot_eager", fullgraph=True)(_leaf().detach())
+    x = _leaf().detach()
+    slope = x.exp() * x.square()
+    expected = slope if transform is torch.func.jacfwd else slope.diag()
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), expected, rtol=1e-13, atol=0)
+        with unblock(TARGET):
+            torch.testing.assert_close(compiled(x), transform(loss)(x), rtol=1e-13, atol=0)
+
+
 def test_a_thread_that_compiles_while_another_opens_gets_a_right_graph_afterwards() -> None:
     """Compiled code shares what is open among threads; when the block is closed it is closed again."""
     compiled = torch.compile(named, backend="eager", fullgraph=True)

@@ -630,6 +630,11 @@ def _batch_norm(rows: Tensor, training: bool = True) -> Tensor:
     return nn.functional.batch_norm(rows, torch.zeros(3).double(), torch.ones(3).double(), training=training)
 
 
+def _updating_batch_norm(rows: Tensor) -> Tensor:
+    ones, zeros = torch.ones(3).double(), torch.zeros(3).double()
+    return torch.ops.aten._batch_norm_with_update(rows, ones, zeros, zeros.clone(), ones.clone(), 0.1, 1e-5)[0]
+
+
 def _penalty(norm: Program) -> Tensor:
     """As in a Wasserstein critic: a derivative in the loss, so that the field needs the third."""
     (slope,) = torch.autograd.grad(norm(V).square().mul(V.detach()).sum(), V, create_graph=True)
@@ -677,7 +682,7 @@ WRONG = {
             "Found a derivative in the program of layer or batch normalization",
             functools.partial(field_jacobian, functools.partial(_penalty, norm), V),
         )
-        for norm in (_layer_norm, _batch_norm)
+        for norm in (_layer_norm, _batch_norm, _updating_batch_norm)
     },
     "once differentiable": (
         ValueError,

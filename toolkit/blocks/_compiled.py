@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, compiler
 from torch.fx import traceback as fx_traceback
 
@@ -74,10 +75,35 @@ def note_in_graph(name: str, is_open: bool) -> bool:
     return is_open
 
 
+def leave_graph_in_forward_mode() -> None:
+    """Compute a region without a graph where it has to drop tangents: a graph has no way to do so for views."""
+    if _is_forward_mode():
+        _between_graphs()
+
+
+def _between_graphs() -> None:
+    """Do nothing where Dynamo cannot follow."""
+
+
+@_at_trace_time
+def _is_forward_mode() -> bool:
+    """Run at trace time only: Dynamo would guard the level, which it changes itself."""
+    global _between_graphs
+    if forward_ad._current_level >= 0:
+        reason = "A full graph should have no forward-mode derivative of a region. Found one: use `stop_gradient`."
+        _between_graphs = _kept_out(_between_graphs, reason)
+    return forward_ad._current_level >= 0
+
+
 @_at_trace_time
 def _keep_out_of_graphs() -> None:
-    """Run at trace time only: the wrapper that Dynamo respects imports Dynamo, which takes seconds."""
+    """Run at trace time only."""
     global _stop_between_graphs
-    if not hasattr(_stop_between_graphs, "_torchdynamo_disable"):
-        reason = "`on_flow` should be 'stop' inside of a full graph. Found 'error'."
-        _stop_between_graphs = compiler.disable(_stop_between_graphs, reason=reason)
+    _stop_between_graphs = _kept_out(
+        _stop_between_graphs, "`on_flow` should be 'stop' inside of a full graph. Found 'error'."
+    )
+
+
+def _kept_out(function: F, reason: str) -> F:
+    """Return a function that no graph holds. Not before it is needed: this imports Dynamo, which takes seconds."""
+    return function if hasattr(function, "_torchdynamo_disable") else compiler.disable(function, reason=reason)

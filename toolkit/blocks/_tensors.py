@@ -86,7 +86,7 @@ def carries_gradient(input: Tensor) -> bool:
 
 
 def _carries_tangent(tensor: Tensor) -> bool:
-    """A tensor below a transform of `torch.func` shows its tangent only while this transform is suspended."""
+    """Say whether a tensor has a tangent of any level: it shows one of a lower level only without the levels above."""
     functorch = torch._C._functorch
     with ExitStack() as suspended:
         while True:

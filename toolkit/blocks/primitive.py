@@ -19,7 +19,7 @@ from torch.jit._trace import TracerWarning
 from torch.utils._contextlib import _wrap_generator
 
 from toolkit.blocks import _switch
-from toolkit.blocks._compiled import name_in_graph, note_in_graph, stop_in_graph
+from toolkit.blocks._compiled import leave_graph_in_forward_mode, name_in_graph, note_in_graph, stop_in_graph
 from toolkit.blocks._eager import ANNOTATION, GradientFlowError, OnFlow, T, stop_eagerly
 from toolkit.blocks._names import Block, full_name, known, known_name, lock, register
 from toolkit.blocks._sites import caller
@@ -171,8 +171,8 @@ def stop_recording(name: Block | str) -> Generator[None, None, None]:
 
     The region form of `stop_gradient` (TensorFlow's ``tape.stop_recording``). Because the graph is never built, the
     peak of memory is saved too, where `stop_gradient` only frees afterwards. Unlike `torch.no_grad` it stops
-    forward-mode derivatives as well. As a decorator it takes functions and generator functions, whose region ends at
-    each ``yield`` and goes on behind it.
+    forward-mode derivatives as well; `torch.compile` leaves the region out of its graph then. As a decorator it takes
+    functions and generator functions, whose region ends at each ``yield`` and goes on behind it.
 
     Args:
         name: The block, as in `stop_gradient`.
@@ -197,6 +197,7 @@ def stop_recording(name: Block | str) -> Generator[None, None, None]:
         if key in _switch.open_when_compiled:
             yield
         else:
+            leave_graph_in_forward_mode()
             with torch.no_grad():
                 yield
         return

@@ -43,8 +43,12 @@ __all__ = ["Field", "field_jacobian"]
 # A dense Jacobian takes a backward pass for every number, and here 32 MB.
 _MOST_NUMBERS_DENSE = 2000
 
-# They hold the mean and the variance of the input constant: pytorch/pytorch#175754 and #186256.
-_WRONG_AT_ORDER_THREE = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
+# The derivatives of these nodes hold the mean and the variance of a batch, or of a row, constant:
+# pytorch/pytorch#175754 and #186256.
+_WRONG_AT_ORDER_THREE = frozenset(
+    f"{norm}BackwardBackward0"
+    for norm in ("NativeLayerNorm", "NativeBatchNorm", "BatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+)
 
 # One random vector shows an asymmetry of J with probability 1; more vectors guard against near null spaces.
 _PROBES = 4
