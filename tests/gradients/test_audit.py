@@ -497,6 +497,19 @@ def test_data_that_makes_the_gradient_wrong_is_told_from_data_that_does_not(pair
     assert found.reason.startswith("opened, the program fails: one of the variables needed for gradient computation")
 
 
+def test_a_checkpoint_leaves_the_buffers_of_its_modules_alone():
+    net, x = nn.BatchNorm1d(3), torch.randn(4, 3, requires_grad=True)
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+    def body(x):
+        with torch.no_grad():  # needs a run of its own, between two derivatives of the recorded run
+            held = net(x)
+        return held * x.detach() * x
+
+    assert audit(lambda: checkpoint(body, x, use_reentrant=False).sum(), {"x": x}).valid
+    assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_checkpoint_that_records_nothing_is_listed(pair):
     def loss(x):

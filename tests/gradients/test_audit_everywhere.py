@@ -352,6 +352,23 @@ PROGRAMS = {
                 held = checkpoint(body, x, use_reentrant=False)
             return (A(x) * held).sum()
     """,
+    "checkpoint-that-changes-a-buffer": """
+        from torch.utils.checkpoint import checkpoint
+        N = nn.BatchNorm1d(3)
+        class Scale(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("factor", torch.ones(3))
+            def forward(self, r):
+                self.factor.mul_(1.25)
+                return r * self.factor
+        scale = Scale()
+        def body(r):
+            with torch.no_grad():  # opened
+                held = scale(N(A(r)))
+            return held * B(r).detach()  # opened
+        def loss(): return checkpoint(body, x, use_reentrant=False).sum() + A(x).square().sum()
+    """,
     "hooks": """
         C = nn.Linear(4, 4)
         A.register_forward_hook(lambda module, inputs, output: output * output.exp().detach())  # opened

@@ -283,8 +283,11 @@ class ProgramAnswers(Answers):
         self.board.arrivals = []
         try:
             self._quiet.enter_context(self.quietly())
+            versions = self.program.snapshot.buffer_versions()
             with self.passing(()):
                 gradients = differentiated(value, self.params, self.others)
+            if self.program.snapshot.buffer_versions() != versions:  # a checkpoint would begin its next run with others
+                gradients = {}
         except Exception:  # autograd sees changes in place that the program hid from it, or a hook lost what it kept
             gradients = {}
         self._arrivals, self.board.arrivals = self.board.arrivals, None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
@@ -32,7 +32,7 @@ class Snapshot:
         """Take the state now."""
         self._modules = list(dict.fromkeys(m for module in parts.modules.values() for m in module.modules()))
         leaves = [p for module in self._modules for p in module._parameters.values() if p is not None]
-        buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
+        buffers = [buffer for _, _, buffer in self._buffers() if buffer is not None]
         tensors = {id(t): t for t in [*leaves, *buffers, *parts.tensors.values(), *parameters.values()]}
         self._tensors = [tensor for tensor in tensors.values() if not tensor.is_inference()]
         self.leaves = [tensor for tensor in self._tensors if tensor.is_leaf]
@@ -93,13 +93,14 @@ class Snapshot:
         initial = self._values if runs and self._values is not None else []
         values = [kept.again() for kept in initial if kept.is_touched()]
         leaves = [(leaf, leaf.grad, leaf.requires_grad) for leaf in self.leaves if leaf.is_leaf]
+        outer = self._buffers()  # the copies of an outer derivative, whose checkpoints may run again after this run
         with self.session():
             self._lend(runs=runs)
             for kept in initial if values else ():
                 kept.put_back()
             for leaf, gradient, _ in leaves if runs else ():
                 leaf.grad = None if gradient is None else gradient.clone()
-            buffers = [(module, name, b) for module in self._modules for name, b in module._buffers.items()]
+            buffers = self._buffers()
             copies = {id(buffer): None if buffer is None else buffer.clone() for _, _, buffer in buffers}
             for module, name, buffer in buffers:
                 module._buffers[name] = copies[id(buffer)]
@@ -112,7 +113,7 @@ class Snapshot:
                     if leaf.requires_grad != required:
                         leaf.requires_grad_(required)
                     leaf.grad = gradient
-                for module, name, buffer in buffers:
+                for module, name, buffer in [*buffers, *outer]:
                     module._buffers[name] = buffer
                 changed = [kept for kept in initial if kept.is_changed()]
                 moved.values |= bool(changed)
@@ -120,12 +121,20 @@ class Snapshot:
                 for kept in sorted([*changed, *values], key=lambda kept: kept.values is None):
                     kept.put_back()
 
+    def buffer_versions(self) -> list[tuple[int, int]]:
+        """Return the identity and version of each buffer that a gradient may use: no counter, as batch norm has one."""
+        buffers = [buffer for _, _, buffer in self._buffers() if buffer is not None]
+        return [(id(b), b._version) for b in buffers if b.is_floating_point() or b.is_complex()]
+
+    def _buffers(self) -> list[tuple[nn.Module, str, Tensor | None]]:
+        return [(module, name, buffer) for module in self._modules for name, buffer in module._buffers.items()]
+
     def _kept_now(self) -> list[Kept]:
         return [Kept.now(tensor, self._names.get(id(tensor), ""), id(tensor) in self._data) for tensor in self._tensors]
 
     def storages(self) -> set[int]:
         """Return the present memory of the program's tensors, buffers included."""
-        buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
+        buffers = [buffer for _, _, buffer in self._buffers() if buffer is not None]
         return {tensor.untyped_storage()._cdata for tensor in [*self._tensors, *buffers] if has_storage(tensor)}
 
     def forget_values(self) -> None:
