@@ -417,7 +417,7 @@ class ProgramAnswers(Answers):
                 self._is_quiet = False
 
     def leave_quiet(self) -> None:
-        """Restore what has been set aside since the gates were checked, before the program runs again."""
+        """Put gradients and buffers back, before the program runs again: they were set aside to check the gates."""
         self._quiet.close()
 
     def leak(self, names: Sequence[str]) -> Leak:

@@ -453,7 +453,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def _noting_hooks_of_every_node(board: GateBoard) -> Iterator[None]:
-    """Tell the board of a `node_creation_hook`, also of one that the caller has set already."""
+    """Tell the board of each `node_creation_hook`, the caller's earlier ones included."""
     hooks: Any = torch._C._autograd
     push = getattr(hooks, "_push_node_creation_hook", None)  # newer than torch 2.13
     if push is None:

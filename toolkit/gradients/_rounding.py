@@ -116,8 +116,8 @@ class Rounding:
     def _is_resolved(self) -> bool:
         """Whether the blocked gradient is clearly more than rounding.
 
-        While gates apply, a short backward pass decides: of the parameters with a large share of the gradient, only the
-        one that the program used last is checked.
+        While gates apply, a short backward pass decides. It checks one parameter: the last that the program uses, among
+        those with a large share of the gradient.
         """
         if self._answers.gated is None:
             again = self._answers.nudged(0, self._answers.precision) or self._blocked

@@ -81,7 +81,7 @@ class _Rows:
         self.length, self.bound = np.ones(n), np.full(n, 4.0)
 
     def begin(self, row: int, n_steps: int) -> None:
-        """Begin to jump anew in one row, after so many steps that led no higher."""
+        """Forget the jumps of one row, whose last `n_steps` steps led no higher."""
         self.gained[row] = np.append(self.gained[row, n_steps:], np.repeat(self.last[row], min(n_steps, MEMORY + 1)))
         self.before[row], self.known[row], self.by_squarem[row] = np.nan, False, False
         self.steps[row], self.changes[row], self.count[row] = 0, 0, 0

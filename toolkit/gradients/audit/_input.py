@@ -15,7 +15,7 @@ __all__ = ["KeptInput"]
 
 
 class KeptInput:
-    """Keeps the bytes that a script reads from `sys.stdin`, or gives it those that an earlier run has kept.
+    """The bytes that a script reads from `sys.stdin`: kept in its first run, and given to each later one.
 
     Attributes:
         path: The file with these bytes; empty before the first one.
@@ -54,7 +54,7 @@ class KeptInput:
 
 
 class _Reader(io.RawIOBase):
-    """Reads the kept bytes, then from a file descriptor, of which all is kept."""
+    """Reads the kept bytes first, then the file descriptor, and keeps these bytes too."""
 
     def __init__(self, kept: KeptInput, number: int) -> None:
         self._kept, self._number = kept, number

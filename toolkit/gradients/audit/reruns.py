@@ -268,7 +268,7 @@ class _Entry(NamedTuple):
         return sorted((around | inside) - listed)
 
     def _loud(self, places: Sequence[str], again: Rerun) -> BlockEffect | None:
-        """Return the effect of places that are open together, None if there is none or no further run is needed.
+        """Return the effect of opening places together; None if it is zero, or needs no further run.
 
         Raises:
             _Closed: If they did not open.

@@ -457,8 +457,8 @@ class Lessons:
 
     Attributes:
         real: Place -> the reason why it keeps its meaning.
-        earlier: The number of steps before the one that is asked about at which the recording begins. Before the first
-            step it begins with the first optimiser of the script, and one more step earlier with the script.
+        earlier: How many steps before the audited step the recording begins. Before the first step it begins with the
+            first optimiser of the script, and one more step earlier with the script.
         starts: The number of starts.
         gradients: Whether calls of `torch.autograd.grad` are the backward passes.
         input: The standard input of the script, as far as it was read.
