@@ -125,7 +125,7 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[s
     with no_graph():
         own = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(own, unfinished, metadata={f"toolkit.{room}": json.dumps({"format": _FORMAT, **facts})})
-    with unfinished.open("rb") as file:
+    with unfinished.open("r+b") as file:  # Windows writes out no file that is open for reading alone
         os.fsync(file.fileno())
     unfinished.replace(path)
     if os.name == "posix":  # the name is data of the folder

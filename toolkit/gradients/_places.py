@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -14,8 +15,8 @@ from toolkit.blocks import Site, site_of
 __all__ = ["TOOLKIT", "TORCH", "decorated", "serves_toolkit", "user_site"]
 
 # The folders of the code of torch and of this library.
-TORCH = str(Path(torch.__file__).parent) + "/"
-TOOLKIT = str(Path(__file__).parent.parent) + "/"
+TORCH = os.path.join(Path(torch.__file__).parent, "")  # noqa: PTH118 - a Path ends without its separator
+TOOLKIT = os.path.join(Path(__file__).parent.parent, "")  # noqa: PTH118
 
 
 def serves_toolkit(frame: FrameType | None) -> bool:

@@ -11,7 +11,6 @@ imports neither torch nor toolkit: reports are drawn where they are not installe
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -175,7 +174,7 @@ def write_record(folder: Path, seed: int, data: Mapping[str, Any], gradients: Ma
     # `save_file` makes a file that no other user can read.
     (unfinished / "gradients.safetensors").write_bytes(safetensors.numpy.save(arrays))
     for file in unfinished.iterdir():
-        with file.open("rb") as handle:
+        with file.open("r+b") as handle:  # Windows writes out no file that is open for reading alone
             os.fsync(handle.fileno())
     finished = _seed(folder, seed)
     if finished.exists():
@@ -207,27 +206,22 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> Path:
 @contextlib.contextmanager
 def claimed(folder: Path, seed: int) -> Iterator[bool]:
     """Claim a seed for this process, and yield False if another process has it. A claim ends with its process."""
+    from filelock import FileLock, Timeout  # late: `--help` does not wait for it
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".seed-{seed:03d}.claim"
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = _is_at(path, file.fileno())
-        except OSError:
-            mine = False
-        try:
-            yield mine
-        finally:
-            if mine:
-                path.unlink(missing_ok=True)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a file is still at its path, not deleted by the process that had it before."""
+    lock = FileLock(path, timeout=0)
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):  # Windows has no open file deleted: there, the lock deletes it
+            path.unlink()
+        lock.release()
 
 
 def read_all(root: Path) -> list[ExperimentRecords]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import itertools
+import os
 import sys
 from pathlib import Path
 from types import FrameType
@@ -15,10 +16,13 @@ from toolkit.gradients._places import TOOLKIT, TORCH
 __all__ = ["calling_frame", "is_decorating", "is_machinery", "opens_with", "outside_of_wrapper", "passes_on", "span"]
 
 # Parts of torch that are models, not internals: their stops concern the user.
-_MODELS = tuple(TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/", "ao/"))
+_MODELS = tuple(
+    TORCH + part.replace("/", os.sep)
+    for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/", "ao/")
+)
 
 # Parts of torch whose stops belong to the line that calls them: `load_state_dict`, `state_dict`, `clip_grad_norm_`.
-_OF_THE_CALLER = tuple(TORCH + part for part in ("nn/modules/module.py", "nn/utils/clip_grad.py"))
+_OF_THE_CALLER = tuple(TORCH + part.replace("/", os.sep) for part in ("nn/modules/module.py", "nn/utils/clip_grad.py"))
 
 # The files of the replaced attributes.
 _FILES = ("_frames", "_regions", "_tensors", "_watch", "places", "replaced")

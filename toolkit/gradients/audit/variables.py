@@ -7,19 +7,17 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from toolkit.gradients._parts import Parts
+from toolkit.gradients._places import TOOLKIT, TORCH
 
 __all__ = ["modules_by_name", "objects_of", "parameters_of", "scopes_of"]
 
 _Kind = TypeVar("_Kind")
-_LIBRARIES = tuple(str(Path(file).parent) + "/" for file in (torch.__file__, Path(__file__).parents[1]))
 
 
 class _IsOf(dict[type, bool]):
@@ -48,7 +46,7 @@ def scopes_of(frame: FrameType | None) -> list[Mapping[str, Any]]:
     """Return the variables in use: those of the script, then of each function from the innermost one outwards."""
     scopes: list[Mapping[str, Any]] = [vars(sys.modules["__main__"])]
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not frame.f_code.co_filename.startswith((TORCH, TOOLKIT)):
             scopes.append(frame.f_locals)
         frame = frame.f_back
     return scopes
