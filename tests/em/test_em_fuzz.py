@@ -102,6 +102,35 @@ def test_predictions_are_those_of_scikit_learn(part):
         assert ours.aic(x) == pytest.approx(theirs.aic(x), rel=1e-7), case.name
 
 
+@quiet
+@every_part
+def test_order_units_and_origin_of_the_samples_do_not_matter(part):
+    """Ten plain steps from one start: rows and features are exchanged, a power of two scales, an integer shifts."""
+    for seed in range(part, 4 * len(KINDS), len(KINDS)):
+        case, random = Case(seed), np.random.default_rng(seed)
+        if case.kind not in NEAR:
+            continue
+        (n, d), unit = case.x.shape, 2.0 ** random.integers(-8, 9)
+        rows, features, shift = random.permutation(n), random.permutation(d), unit * random.integers(-9, 10, size=d)
+        matrices = case.settings["covariance_type"] in {"full", "tied"}
+        columns = (..., features) if case.settings["covariance_type"] != "spherical" else (...,)
+        start = {
+            "weights_init": case.start["weights_init"],
+            "means_init": unit * case.start["means_init"][:, features] + shift,
+            "precisions_init": case.start["precisions_init"][(..., features, slice(None)) if matrices else ...][columns]
+            / unit**2,
+        }
+        settings = {**case.settings, "reg_covar": unit**2 * case.settings["reg_covar"]}
+        there = GaussianMixture(case.k, **start, **settings, accelerate="none", tol=0, max_iter=10)
+        there.fit((unit * case.x[:, features] + shift)[rows])
+        here = case.ours(accelerate="none", tol=0, max_iter=10)
+        width = case.x.std(0)[features] + case.settings["reg_covar"] ** 0.5
+        moved = (there.means_ - shift) / unit
+        np.testing.assert_allclose(moved / width, here.means_[:, features] / width, atol=1e-6, err_msg=case.name)
+        np.testing.assert_allclose(there.weights_, here.weights_, atol=1e-6, err_msg=case.name)
+        assert there.lower_bound_ + d * np.log(unit) == pytest.approx(here.lower_bound_, abs=1e-6), case.name
+
+
 @pytest.mark.slow
 @quiet
 def test_converged_fits_leave_nothing_to_scikit_learn():
