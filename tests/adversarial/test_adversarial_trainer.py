@@ -1466,6 +1466,17 @@ def test_what_is_wrong_with_an_argument_is_said(options, kind, message):
         run(**options)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_model_of_torchscript_is_attacked_and_not_trained():
+    x, labels = torch.rand(6, 5, generator=seeded()), torch.arange(6) % 3
+    module = nn.Linear(5, 3)
+    traced = torch.jit.trace(module, x)
+    found, expected = (pgd(model, x, labels, epsilon=0.1) for model in (traced, module))
+    assert torch.equal(found, expected)
+    with pytest.raises(TypeError, match="`model` should be a module before it is scripted or traced"):
+        train(traced, x, labels, method="pgd", epsilon=0.1, epochs=1, generator=seeded())
+
+
 def test_samples_without_a_label_and_labels_that_are_no_classes_are_trained_on():
     for method in ("vat", AWP(VAT())):
         run(data=(X, LABELS.masked_fill(LABELS == 2, -1)), method=method)

@@ -190,6 +190,8 @@ def check_model(model: nn.Module, generator: torch.Generator, augment: Callable[
     for name, value, kind in (("model", model, nn.Module), ("generator", generator, torch.Generator)):
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` should be a torch.{kind.__name__}. Found {type(value).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"`model` should be a module before it is scripted or traced. Found {type(model).__name__}.")
     if any(generator is own for own in (torch.default_generator, *torch.cuda.default_generators)):
         raise ValueError(
             "`generator` should be one of your own, as `torch.Generator().manual_seed(0)` makes one: torch's global "
