@@ -372,6 +372,21 @@ def test_a_small_input_has_the_values_and_gradients_of_a_large_one(scale, dim, m
         torch.testing.assert_close(small[name][1], expected, rtol=1e-10, atol=1e-12 if name == "log_softmax" else 1e-15)
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("offset", [0.0, -5.0, 1e4], ids=["near", "below", "far"])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 30.0], ids=["unsure", "some rows sure", "sure"])
+def test_a_small_log_sum_exp_is_exact_to_its_own_rounding(scale, offset, dim):
+    x = offset + scale * torch.randn(30, 7, generator=seeded())
+    exact = x.double().requires_grad_()
+    x.requires_grad_()
+    g = torch.randn(x.select(dim, 0).shape, generator=seeded(1))
+    found, expected = logsumexp(x, dim), torch.logsumexp(exact, dim)
+    torch.testing.assert_close(found.double(), expected, rtol=3e-7, atol=1e-6 if offset else 3e-7)
+    (slope,), (exact_slope,) = torch.autograd.grad(found, x, g), torch.autograd.grad(expected, exact, g.double())
+    # A nat between the logits costs a roundoff, the size of the logits costs nothing.
+    torch.testing.assert_close(slope.double(), exact_slope, rtol=(30 + 8 * scale) * 6e-8, atol=1e-38)
+
+
 def test_the_gradient_by_the_probabilities_themselves_is_not_centred():
     x = torch.randn(4, 3, generator=seeded()).requires_grad_()
     y, g = softmax(x), torch.randn(4, 3, generator=seeded(1))
