@@ -29,7 +29,7 @@ def assert_blocked(loss: Callable[[], Tensor], param: Parameter | Place) -> None
     """Assert that no gradient of `loss` reaches a parameter: the graph has no path to it.
 
     A path whose gradient happens to be zero counts as a path, so that the assertion does not depend on present values.
-    Of a place, assert that a gradient is stopped there.
+    For a place, assert that a gradient is stopped there.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
@@ -37,7 +37,7 @@ def assert_blocked(loss: Callable[[], Tensor], param: Parameter | Place) -> None
             weight of a variable ``encoder``. Or a place: ``"model.py:88"``, a function or a class.
 
     Raises:
-        AssertionError: If a path exists; or if no stop at the place has a gradient to stop.
+        AssertionError: If a path to the parameter exists, or if no stop at the place has a gradient to stop.
         TypeError: If `loss` does not return a tensor, or `param` is of another type.
         ValueError: If the loss is not a real scalar, is NaN or has no gradient, or if `loss` does not use the parameter
             or the parameter requires no gradient.
@@ -116,7 +116,9 @@ def assert_redundant(loss: Callable[[], Tensor], block: Block | Place) -> None:
         >>> assert_redundant(log_sum_exp, "doc.shift")
     """
     __tracebackhide__ = True
-    _assert_verdict(loss, block, {"redundant"}, "`block` should be redundant: with it open the gradient is the same.")
+    _assert_verdict(
+        loss, block, {"redundant"}, "`block` should be redundant: opening it should not change the gradient."
+    )
 
 
 def assert_load_bearing(loss: Callable[[], Tensor], block: Block | Place) -> None:
@@ -139,7 +141,7 @@ def assert_load_bearing(loss: Callable[[], Tensor], block: Block | Place) -> Non
         >>> assert_load_bearing(loss, loss)
     """
     __tracebackhide__ = True
-    wish = "`block` should be load-bearing: with it open the gradient is another."
+    wish = "`block` should be load-bearing: opening it should change the gradient."
     _assert_verdict(loss, block, {"partial", "cuts", "makes"}, wish)
 
 

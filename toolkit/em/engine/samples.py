@@ -174,7 +174,7 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
     """
     if not callable(source) and iter(source) is source:
         raise TypeError(
-            "Chunks should come from something that can be read again for each pass, such as a list or a DataLoader. "
+            "`x` should be chunks that can be read again for each pass, such as a list or a DataLoader. "
             f"Found a {type(source).__name__}, which can be read once."
         )
 

@@ -178,7 +178,7 @@ def run_training(trainer: FusedTrainer, data: Data, course: Course, plan: Plan) 
     with together(course.group):
         chunks = chunks_of(data, trainer.rbm, n_rows=plan.n_rows, once=course.epochs == 1)
         if not_finite(trainer.rbm.named_parameters()) is not None:
-            raise ValueError("The machine's parameters should be finite. Found others.")
+            raise ValueError("The machine's parameters should be finite. Found NaN or infinity.")
     same_on_all({"average_from": plan.average_from}, course.group)
     run = _Training(course, plan, trainer, chunks)
     run.train()
