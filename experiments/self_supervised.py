@@ -195,7 +195,7 @@ class _Distillation:
         return dino_loss(student, teacher, self.center)
 
     def slope(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return the gradient of the loss by the student's outputs, with the stops."""
+        """Return the gradient of the loss with respect to the student's outputs, with the stops."""
         wanted = teacher.flip(0)
         if self._config.task == "byol":
             return -2 * _slope_of_cosine(student, wanted) / student.shape[1]
@@ -435,7 +435,7 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _slope_of_cosine(p: Tensor, z: Tensor) -> Tensor:
-    """Return the gradient of the cosine of p and z by p, as a constant."""
+    """Return the gradient of the cosine of p and z with respect to p, as a constant."""
     p, z = p.detach(), z.detach()
     cosine = (unit(p) * unit(z)).sum(-1, keepdim=True)
     slope: Tensor = (unit(z) - cosine * unit(p)) / p.norm(dim=-1, keepdim=True)

@@ -255,7 +255,7 @@ def _trained_classifier(dtype: torch.dtype, seed: int) -> Callable[[Tensor], Ten
 
 
 def _residual(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return ``(softmax(logits) - onehot) / N`` by scipy, the gradient of the mean cross entropy by the logits."""
+    """Return ``(softmax(logits) - onehot) / N`` by scipy, the gradient of the mean cross entropy."""
     values = logits.detach().cpu().numpy()
     residual = scipy.special.softmax(values, axis=1)
     residual[np.arange(len(residual)), labels.cpu().numpy()] -= 1

@@ -289,7 +289,7 @@ ESTIMATORS: dict[str, Callable[[BitCode, RelaxedBernoulli, Tensor, Tensor], Tens
 
 
 def _estimators(model: BitCode, pixels: Tensor, config: Config, seed: int) -> Mapping[str, list[float]]:
-    """Return the standard deviation of each estimator of the gradient by the encoder's logits, over its length."""
+    """Return each estimator's standard deviation, for the gradient of the encoder's logits, over its length."""
     generator = torch.Generator().manual_seed(seed)
     logits = model.encoder(pixels).detach()
     length = _exact_gradient(model, logits, pixels).norm()

@@ -220,7 +220,7 @@ def _circle(config: Config, seed: int) -> Run:
 
 
 def _slopes_of_circle_loss(cosines: Tensor, same: Tensor, *, m: float, gamma: float) -> Tensor:
-    """Return the gradient by the similarities, (N, N), from the formulas of the paper, equations 9 and 10.
+    """Return the gradient with respect to the similarities, (N, N), from the formulas of the paper, equations 9 and 10.
 
     Every anchor needs partners of both kinds, or its row is 0.
     """

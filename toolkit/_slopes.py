@@ -17,7 +17,7 @@ __all__ = ["scalar", "value_and_slopes"]
 def value_and_slopes(
     loss: Callable[[list[Tensor]], Tensor], inputs: Sequence[Tensor], *, recorded: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return a loss and its gradient by each input; where it does not depend on an input, zeros.
+    """Return a loss and its gradient with respect to each input; where it does not depend on an input, zeros.
 
     Both can be differentiated again if `recorded` and if gradients are enabled. Gradients are computed in any case.
 

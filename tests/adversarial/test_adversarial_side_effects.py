@@ -516,7 +516,7 @@ def test_model_without_a_gradient_is_left_to_queries(batch: tuple[Tensor, Tensor
     queried = evaluate_robustness(opaque, x, labels, epsilon=0.5, attacks={"Square": square})
     assert queried.broken["Square"] > 0
     assert "no gradient" in str(found)
-    with pytest.raises(RuntimeError, match="should be differentiable by its input"):
+    with pytest.raises(RuntimeError, match="should be differentiable with respect to its input"):
         pgd(opaque, x, labels, epsilon=0.1)
 
 

@@ -1,7 +1,7 @@
 r"""Equilibrium models: layers whose output is a fixed point :math:`z^* = f(z^*)`, and three gradients for them.
 
-With the Jacobian :math:`J = \partial f / \partial z` at the fixed point, the exact gradient by a parameter is
-:math:`(\partial f / \partial \theta)^\top (I - J^\top)^{-1} \bar z`. The block `FIXED_POINT` holds the found point
+With the Jacobian :math:`J = \partial f / \partial z` at the fixed point, the exact gradient with respect to a parameter
+is :math:`(\partial f / \partial \theta)^\top (I - J^\top)^{-1} \bar z`. The block `FIXED_POINT` holds the found point
 constant:
 
 - `phantom` with one step replaces :math:`(I - J^\top)^{-1}` by I: Jacobian-free backpropagation. With K steps and
@@ -47,7 +47,7 @@ def phantom(
 ) -> Solved:
     r"""Return a fixed point of f after K attached steps :math:`z \leftarrow (1 - \tau) z + \tau f(z)`.
 
-    With the block `FIXED_POINT` in place and K = 1, :math:`\tau = 1`, the gradient by a parameter is
+    With the block `FIXED_POINT` in place and K = 1, :math:`\tau = 1`, the gradient with respect to a parameter is
     :math:`(\partial f / \partial \theta)^\top \bar z`: one-step or Jacobian-free. With the block open it is that of all
     iterations, which is nearly exact.
 

@@ -53,7 +53,7 @@ Residual = Callable[..., Tensor]
 def newton_step(residual: Operator, solution: Tensor) -> Tensor:
     r"""Return :math:`\bar w - J^{-1} F(\bar w)`, a Newton step from a solution that is held constant.
 
-    F may use other tensors that carry a gradient. With the blocks in place the gradient by them is
+    F may use other tensors that carry a gradient. With the blocks in place the gradient with respect to them is
     :math:`-J^{-1} \partial F / \partial \theta`, that of the implicit function theorem. The block `SOLUTION` is
     redundant with this J. Opening `JACOBIAN` adds :math:`J^{-1} (dJ) J^{-1} F`, which is zero at an exact solution
     only. For small problems: J is computed and solved as a dense matrix.
@@ -91,7 +91,7 @@ def newton_step(residual: Operator, solution: Tensor) -> Tensor:
 
 
 def implicit_root(residual: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver) -> Tensor:
-    r"""Return a root of :math:`F(w, a_1, a_2, \ldots)` with its gradient by the arguments a, of any order.
+    r"""Return a root of :math:`F(w, a_1, a_2, \ldots)`, differentiable in the arguments a, to any order.
 
     The backward pass solves :math:`(\partial F / \partial w)^\top u = \bar w` without forming the matrix, and returns
     :math:`-(\partial F / \partial a)^\top u`. Derivatives of this pass are computed in the same way, so the second and
@@ -130,7 +130,7 @@ def implicit_root(residual: Residual, solution: Tensor, *args: Tensor, solver: L
 def implicit_minimum(
     loss: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver = conjugate_gradient
 ) -> Tensor:
-    r"""Return a minimum over w of :math:`L(w, a_1, a_2, \ldots)` with its gradient by the arguments a, of any order.
+    r"""Return a minimum over w of :math:`L(w, a_1, a_2, \ldots)`, differentiable in the arguments a, to any order.
 
     `implicit_root` for the slope :math:`\partial L / \partial w`, whose Jacobian is the Hessian:
 

@@ -137,9 +137,9 @@ def kl_from_held(logits: Tensor, held: Tensor) -> Tensor:
     r"""Return :math:`KL(q \,\|\, p)`, with :math:`q = \operatorname{softmax}(\operatorname{sg}(held))`, in nats.
 
     It is the divergence of trust region policy optimisation: at ``held = logits`` its Hessian is the Fisher matrix
-    :math:`\operatorname{diag}(p) - p p^T`. The gradient by the logits is :math:`p - q`; with the block `HELD_POLICY`
-    open, the held logits get :math:`q (\log q - \log p - KL)`, and at ``held = logits`` the sum of both is zero, in
-    every order. Its third derivative differs from that of `kl_to_held` by a factor of two.
+    :math:`\operatorname{diag}(p) - p p^T`. The gradient with respect to the logits is :math:`p - q`; with the block
+    `HELD_POLICY` open, the held logits get :math:`q (\log q - \log p - KL)`, and at ``held = logits`` the sum of both
+    is zero, in every order. Its third derivative differs from that of `kl_to_held` by a factor of two.
 
     Args:
         logits: (\*, C); ``-inf`` for an action that is impossible in both.
@@ -166,8 +166,8 @@ def kl_to_held(logits: Tensor, held: Tensor) -> Tensor:
     r"""Return :math:`KL(p \,\|\, q)`, with :math:`q = \operatorname{softmax}(\operatorname{sg}(held))`, in nats.
 
     It is the penalty that keeps a language model near its reference. At ``held = logits`` its Hessian is that of
-    `kl_from_held`. The gradient by the logits is :math:`p (\log p - \log q - KL)`; with the block `HELD_POLICY` open,
-    the held logits get :math:`q - p`.
+    `kl_from_held`. The gradient with respect to the logits is :math:`p (\log p - \log q - KL)`; with the block
+    `HELD_POLICY` open, the held logits get :math:`q - p`.
 
     Args:
         logits: (\*, C), as in `kl_from_held`.

@@ -266,6 +266,6 @@ def _check_samples(**named: Tensor) -> None:
 
 
 def _slopes(discriminator: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
-    """Return the gradient of each logit by its own sample, (N, features), recorded if gradients are."""
+    """Return the gradient of each logit with respect to its own sample, (N, features), recorded if gradients are."""
     (slopes,) = value_and_slopes(lambda inputs: discriminator(*inputs).sum(), [points])[1]
     return slopes[:, None].flatten(1)

@@ -252,7 +252,7 @@ def symplectic_penalty(losses: Sequence[Loss], players: Sequence[Player]) -> Ten
 
 
 def game_field(losses: Sequence[Loss], players: Sequence[Player]) -> list[Player]:
-    r"""Return the field :math:`\xi`, differentiable: each player's gradient of its own loss by its own parameters.
+    r"""Return the field :math:`\xi`, differentiable: the gradient of each player's loss in its own parameters.
 
     Arguments and errors are those of `simultaneous_loss`.
 
@@ -299,7 +299,7 @@ def _held_field(field: list[Player]) -> list[Player]:
 def _with_slopes(
     loss: Loss, players: Sequence[Player], of: Iterable[int], *, recorded: bool = True
 ) -> tuple[Tensor, list[Player]]:
-    """Return a loss, and its gradient by some of the players."""
+    """Return a loss, and its gradient with respect to some of the players."""
     chosen = list(of)
     leaves, form = tree_flatten([players[j] for j in chosen])
 

@@ -201,7 +201,7 @@ class Program:
 
     @contextmanager
     def _refusing_hidden_gradients(self, nodes: Iterable[Any]) -> Iterator[None]:
-        """Raise RuntimeError if the derivative by a parameter misses a part of its gradient."""
+        """Raise RuntimeError if the derivative with respect to a parameter misses a part of its gradient."""
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
             raise RuntimeError(
                 "`loss` should checkpoint with use_reentrant=False. Found a reentrant checkpoint, which hides its "

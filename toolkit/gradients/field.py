@@ -296,7 +296,7 @@ class Field:
 
     @cached_property
     def _pullback(self) -> tuple[Tensor, Tensor]:
-        """A vector u and J^T u, which is linear in u: its derivative by u, weighted with v, is J v."""
+        """A vector u and J^T u, which is linear in u: its derivative with respect to u, weighted with v, is J v."""
         probe = torch.zeros_like(self.gradient, requires_grad=True)
         return probe, self._product(self._gradient, self._params, probe, create_graph=True)
 

@@ -27,12 +27,12 @@ def grad(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return the derivative of the sum of `ys` by each of `xs`, with the tensors in `stop_gradients` held constant.
+    """Return the derivatives of the sum of `ys` with respect to `xs`, with the tensors in `stop_gradients` constant.
 
     The semantics are those of ``tf.gradients(ys, xs, grad_ys, stop_gradients=)``: as if each tensor in `stop_gradients`
     had been passed through `stop_gradient` when it was made, but decided after the graph exists. A tensor may be in
-    both lists: the derivative by this tensor is taken, and goes no further. With ``xs == stop_gradients`` all
-    derivatives are partial. Tensors are held constant for this call only: a second derivative has its own list.
+    both lists: the derivative with respect to this tensor is taken, and goes no further. With ``xs == stop_gradients``
+    all derivatives are partial. Tensors are held constant for this call only: a second derivative has its own list.
 
     Args:
         ys: Tensors of any shape.

@@ -31,10 +31,10 @@ _LOG_OF_ZERO = -1e4
 def expected_policy_gradient_loss(logits_t: Tensor, q_t: Tensor, baseline_t: Tensor | None = None) -> Tensor:
     r"""Return the expectation of REINFORCE's surrogate, the mean of ``-sum_a sg(pi_a) log pi_a sg(q_a - b)``.
 
-    With both blocks in place the gradient by a row of logits is ``-pi_a (q_a - J) / N``, ``J = sum_a pi_a q_a``: the
-    gradient of ``-J``, whatever the baseline. With `SAMPLING` open each term is multiplied by ``1 + log pi_a``, so an
-    action less likely than ``1 / e`` = 37 % is pushed in the wrong direction. With `ADVANTAGE` open and the baseline
-    ``b = J`` it is ``(1 + H(pi))`` times the right one.
+    With both blocks in place the gradient with respect to a row of logits is ``-pi_a (q_a - J) / N``, ``J = sum_a pi_a
+    q_a``: the gradient of ``-J``, whatever the baseline. With `SAMPLING` open each term is multiplied by ``1 + log
+    pi_a``, so an action less likely than ``1 / e`` = 37 % is pushed in the wrong direction. With `ADVANTAGE` open and
+    the baseline ``b = J`` it is ``(1 + H(pi))`` times the right one.
 
     Args:
         logits_t: (\*, A).
@@ -72,7 +72,7 @@ def expected_policy_gradient_loss(logits_t: Tensor, q_t: Tensor, baseline_t: Ten
 def qpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
     r"""Return the loss of the Q-based policy gradient, the mean of ``-sum_a pi_a sg(q_a - sum_b pi_b q_b)``.
 
-    Its value is always 0. With the block `ADVANTAGE` in place the gradient by a row of logits is that of
+    Its value is always 0. With the block `ADVANTAGE` in place the gradient with respect to a row of logits is that of
     ``-sum_a pi_a q_a``; open it is exactly 0, for logits and values.
 
     Args:
@@ -101,7 +101,7 @@ def qpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
 def rm_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
     r"""Return the loss of the regret-matching policy gradient, the mean of ``-sum_a pi_a sg(max(q_a - J, 0))``.
 
-    J is ``sum_b pi_b q_b``. With the block `ADVANTAGE` in place the gradient by a row of logits is
+    J is ``sum_b pi_b q_b``. With the block `ADVANTAGE` in place the gradient with respect to a row of logits is
     ``-pi_a (m_a - sum_b pi_b m_b) / N`` with the positive advantages m, and the values get none. Open, with
     ``P = sum of pi_b over the actions with a positive advantage``, the value of an action gets
     ``-pi_a ([q_a > J] - P) / N``.
@@ -123,8 +123,9 @@ def rpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
     r"""Return the loss of the regret policy gradient, the mean of ``sum_a max(sg(q_a) - J, 0)``: the summed regret.
 
     J is ``sum_b pi_b sg(q_b)``. Here the advantage carries the gradient of the policy. With the block `ACTION_VALUES`
-    in place the gradient by a row of logits is ``-n pi_a (q_a - J) / N``, n being the number of actions with a positive
-    advantage. Open, the value of an action gets ``([q_a > J] - n pi_a) / N``, which makes all values equal.
+    in place the gradient with respect to a row of logits is ``-n pi_a (q_a - J) / N``, n being the number of actions
+    with a positive advantage. Open, the value of an action gets ``([q_a > J] - n pi_a) / N``, which makes all values
+    equal.
 
     Arguments, result and errors are those of `qpg_loss`.
 

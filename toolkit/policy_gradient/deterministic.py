@@ -73,8 +73,8 @@ def held_critic(critic: nn.Module, *inputs: Tensor) -> Tensor:
 def dpg_loss(a_t: Tensor, dqda_t: Tensor, dqda_clipping: float | None = None) -> Tensor:
     r"""Return the loss of a deterministic policy from the slope of a critic, ``(sg(a + dQ/da) - a)^2 / 2``.
 
-    With the block `ACTION_TARGET` in place the gradient by the action is ``-dQ/da``. Open, it is exactly 0, and the
-    slope gets itself as its gradient.
+    With the block `ACTION_TARGET` in place the gradient with respect to the action is ``-dQ/da``. Open, it is exactly
+    0, and the slope gets itself as its gradient.
 
     Args:
         a_t: (\*, D), actions of the policy.

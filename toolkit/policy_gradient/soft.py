@@ -79,8 +79,9 @@ def sac_critic_loss(
 ) -> Tensor:
     r"""Return the critic's loss, the mean of ``(Q(s, a) - sg(r + discount (Q'(s', a') - alpha log pi(a'))))^2 / 2``.
 
-    With the block `SOFT_TARGET` in place the gradient by `q_tm1` is the error e over N. Open, ``Q'``, ``log pi`` and
-    ``log alpha`` get ``-discount e``, ``alpha discount e`` and ``alpha discount e log pi`` over N as well.
+    With the block `SOFT_TARGET` in place the gradient with respect to `q_tm1` is the error e over N. Open, ``Q'``,
+    ``log pi`` and ``log alpha`` get ``-discount e``, ``alpha discount e`` and ``alpha discount e log pi`` over N as
+    well.
 
     Args:
         q_tm1: (\*), the critic's value of the action that was taken.

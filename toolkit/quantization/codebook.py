@@ -86,8 +86,8 @@ def averaged_codebook(
 
     Here n counts the vectors of this batch. It is the ratio of the averages of the sums and of the counts, without
     their stored sums: a code that nobody chose does not move, and ``decay=0`` is a step of Lloyd's algorithm. With the
-    block in place the results are constants; with the block open the gradient of a code by each of its vectors is
-    :math:`(1 - \gamma) / N_k'`.
+    block in place the results are constants; with the block open the gradient of a code with respect to each of its
+    vectors is :math:`(1 - \gamma) / N_k'`.
 
     Args:
         codebook: e, (K, D).

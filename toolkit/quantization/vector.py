@@ -83,8 +83,8 @@ class Quantized(NamedTuple):
 def straight_through(z: Tensor, codes: Tensor) -> Tensor:
     """Return ``sg(e) + (z - sg(z))``: the codes, with the gradient of the encoder outputs.
 
-    The value is exactly e, other than that of the usual ``z + sg(e - z)``. With the block in place the gradient by z is
-    c and by e 0; with the block open the gradient by z is 0 and by e is c.
+    The value is exactly e, other than that of the usual ``z + sg(e - z)``. With the block in place the gradient is c
+    for z and 0 for e; with the block open it is 0 for z and c for e.
 
     Args:
         z: (..., D), finite.
@@ -114,9 +114,9 @@ def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
         \lambda = \frac{|e|}{|z|}, \quad R = I - 2 r r^\top + 2 \hat e \hat z^\top, \quad
         r = \frac{\hat z + \hat e}{|\hat z + \hat e|}
 
-    :math:`\lambda R z = e`. With the block in place the gradient by z is :math:`\lambda R^\top c` and by e 0; with the
-    block open the gradient by z is 0 and by e is c. Where the rotation is not determined, because z is 0 beside e or
-    points away from it, the gradient is that of `straight_through`.
+    :math:`\lambda R z = e`. With the block in place the gradient is :math:`\lambda R^\top c` for z and 0 for e; with
+    the block open it is 0 for z and c for e. Where the rotation is not determined, because z is 0 beside e or points
+    away from it, the gradient is that of `straight_through`.
 
     Args:
         z: (..., D), finite.
@@ -186,8 +186,8 @@ def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
 def commitment_loss(z: Tensor, codes: Tensor) -> Tensor:
     """Return the mean of ``(z - sg(e))^2`` over all entries, which draws encoder outputs to their codes.
 
-    With the block in place the gradient by z is ``2 (z - e) / n``, n entries; with the block open e receives the
-    opposite.
+    With the block in place the gradient with respect to z is ``2 (z - e) / n``, n entries; with the block open e
+    receives the opposite.
 
     Args:
         z: (..., D).

@@ -259,8 +259,8 @@ def swav_loss(
         P_s = \operatorname{softmax}(S_s / \tau)
 
     t runs over the first `n_assigned` views. The gradient by :math:`S_s` is the mean over t of :math:`(P_s - Q_t) /
-    \tau`. With the block open, the gradient by the codes, :math:`-\log P_s`, is pulled back through all turns of
-    `sinkhorn` to :math:`S_t` as well.
+    \tau`. With the block open, the gradient with respect to the codes, :math:`-\log P_s`, is pulled back through all
+    turns of `sinkhorn` to :math:`S_t` as well.
 
     Args:
         scores: Products S of unit embeddings and prototypes, (V, N, K).

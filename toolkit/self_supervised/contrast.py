@@ -32,8 +32,8 @@ def moco_loss(q: Tensor, k: Tensor, queue: Tensor, *, temperature: float = 0.07)
     .. math:: L = -\log \frac{e^{q \cdot \operatorname{sg}(k) / \tau}}{e^{q \cdot \operatorname{sg}(k) / \tau} +
         \sum_i e^{q \cdot n_i / \tau}}
 
-    With p the softmax over (k, n_1, ...) and K the matrix of these rows, the gradient by q is :math:`K^\top (p - e_0) /
-    \tau`, and that by k is 0. With `MOCO_KEY` open, that by k is :math:`(p_0 - 1) q / \tau`.
+    With p the softmax over (k, n_1, ...) and K the matrix of these rows, the gradient is :math:`K^\top (p - e_0) /
+    \tau` for q and 0 for k. With `MOCO_KEY` open, it is :math:`(p_0 - 1) q / \tau` for k.
 
     The embeddings are used as they are: normalise queries and keys to length 1 first, as the method does.
 
@@ -73,7 +73,8 @@ def enqueue(queue: Tensor, keys: Tensor) -> Tensor:
     r"""Return the queue after the newest keys, :math:`\operatorname{sg} k`, have pushed the oldest ones out.
 
     The oldest key stands first. The old queue is not changed, so a graph that holds it stays valid. With `MOCO_QUEUE`
-    open, later losses have a gradient by these keys, and each of them keeps the graph of all keys in the queue.
+    open, later losses have a gradient with respect to these keys, and each of them keeps the graph of all keys in the
+    queue.
 
     Args:
         queue: (Q, D).

@@ -40,8 +40,8 @@ SOFT_LABEL = block(
 def mean_teacher_loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     r"""Return mean teacher's consistency cost, the mean over samples and classes of ``(p - sg(p'))^2``.
 
-    With :math:`v = 2 (p - p') / NK`, the gradient by the student's logits is :math:`p \odot (v - p \cdot v)`, and that
-    by the teacher's is 0. With the block open, the latter is :math:`-p' \odot (v - p' \cdot v)`.
+    With :math:`v = 2 (p - p') / NK`, the gradient is :math:`p \odot (v - p \cdot v)` for the student's logits and 0 for
+    the teacher's. With the block open, the latter is :math:`-p' \odot (v - p' \cdot v)`.
 
     Args:
         student_logits: (\*, K).
@@ -72,8 +72,8 @@ def fixmatch_loss(strong: Tensor, weak: Tensor, *, threshold: float = 0.95) -> T
     .. math:: L = -[\max_k \operatorname{sg} p_k(w) \ge \theta] \log p_y(s), \qquad
         y = \arg\max_k \operatorname{sg} p_k(w)
 
-    The gradient by the strong view's logits s is p(s) minus the indicator of y, over N, for the samples above the
-    threshold. That by the weak view's logits w is 0, with the block and without it.
+    The gradient with respect to the strong view's logits s is p(s) minus the indicator of y, over N, for the samples
+    above the threshold. The weak view's logits w get no gradient, with the block and without it.
 
     Args:
         strong: Logits s of the strongly augmented view, (\*, K).
@@ -108,9 +108,9 @@ def soft_label_loss(strong: Tensor, weak: Tensor, *, temperature: float = 1.0, t
     .. math:: L = -[\max_k \operatorname{sg} p_k(w) \ge \theta] \sum_k q_k \log p_k(s), \qquad
         q = \operatorname{softmax}(\operatorname{sg}(w) / T)
 
-    The gradient by the strong view's logits s is :math:`(p(s) - q) / N`, that by the weak view's logits w is 0. With
-    the block open, the latter is :math:`-q \odot (\log p(s) - q \cdot \log p(s)) / TN`. With the same logits for both
-    and T = 1, the gradient is exactly 0 with the block, and that of the entropy without it.
+    The gradient is :math:`(p(s) - q) / N` for the strong view's logits s and 0 for the weak view's logits w. With the
+    block open, the latter is :math:`-q \odot (\log p(s) - q \cdot \log p(s)) / TN`. With the same logits for both and T
+    = 1, the gradient is exactly 0 with the block, and that of the entropy without it.
 
     Args:
         strong: Logits s of the strongly augmented view, (\*, K).

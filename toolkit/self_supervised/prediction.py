@@ -47,9 +47,9 @@ def negative_cosine_similarity(p: Tensor, z: Tensor) -> Tensor:
 
     .. math:: D(p, \operatorname{sg} z) = -\frac{p}{\lVert p \rVert} \cdot \frac{\operatorname{sg} z}{\lVert z \rVert}
 
-    With c the cosine and hats for unit vectors, the gradient by p is :math:`-(\hat z - c \hat p) / \lVert p \rVert`
-    and that by z is 0. With `SIMSIAM_TARGET` open, that by z is :math:`-(\hat p - c \hat z) / \lVert z \rVert`. A
-    vector without a direction, 0, has similarity 0 and gets no gradient.
+    With c the cosine and hats for unit vectors, the gradient is :math:`-(\hat z - c \hat p) / \lVert p \rVert` for p
+    and 0 for z. With `SIMSIAM_TARGET` open, that for z is :math:`-(\hat p - c \hat z) / \lVert z \rVert`. A vector
+    without a direction, 0, has similarity 0 and gets no gradient.
 
     Args:
         p: Predictions, (\*, D).
@@ -110,9 +110,9 @@ def byol_loss(prediction: Tensor, projection: Tensor) -> Tensor:
 
     .. math:: L = \lVert \hat q - \operatorname{sg} \hat z \rVert^2 = 2 - 2 \cos(q, \operatorname{sg} z)
 
-    q is the prediction of the online network and z the projection of the target network, an `EMATeacher`. Its gradient
-    by q is :math:`-2 (\hat z - c \hat q) / \lVert q \rVert`. With the block open, that by z is
-    :math:`-2 (\hat q - c \hat z) / \lVert z \rVert`, which acts on the online network only as far as the target network
+    q is the prediction of the online network and z the projection of the target network, an `EMATeacher`. With c
+    the cosine, the gradient for q is :math:`-2 (\hat z - c \hat q) / \lVert q \rVert`. With the block open, z gets
+    :math:`-2 (\hat q - c \hat z) / \lVert z \rVert`. This acts on the online network only as far as the target network
     depends on it: not at all for an `EMATeacher`, by a factor 1 - momentum for averages of `ema` with `EMA_STUDENT`
     open, and fully for the online network itself. For BYOL's symmetric loss add the same with the views swapped.
 
@@ -144,8 +144,8 @@ def data2vec_loss(prediction: Tensor, layers: Sequence[Tensor] | Tensor, *, beta
         d = y - t, \quad
         \ell(d) = \begin{cases} d^2 / 2\beta & |d| \le \beta \\ |d| - \beta / 2 & \text{else} \end{cases}
 
-    Mean and variance are over the features of one layer h. The gradient by y is :math:`\min(1, \max(-1, d / \beta))`
-    over the number of entries. With the block open the layers get its negative, pulled back through mean and
+    Mean and variance are over the features of one layer h. The gradient with respect to y is :math:`\min(1, \max(-1, d
+    / \beta))` over the number of entries. With the block open the layers get its negative, pulled back through mean and
     normalisation.
 
     Args:

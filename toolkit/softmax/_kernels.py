@@ -81,7 +81,8 @@ def small_probabilities(x: Tensor, dim: int) -> Tensor | None:
             g = cotangents[0]
             return (None if g is None else g - g.gather(dim, top),)
 
-        # Of the node and not of `y`: a gradient by `y` itself has to stay. It does not keep `y`, which keeps the node.
+        # Of the node and not of `y`: a gradient with respect to `y` itself has to stay. It does not keep `y`, which
+        # keeps the node.
         node.register_prehook(centred)
     return y
 

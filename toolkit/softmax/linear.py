@@ -9,8 +9,8 @@ number, the negative margin :math:`d`:
 
 .. math:: d = \log \sum_{j \ne label} e^{x_j} - x_{label}, \qquad loss = \log(1 + e^d)
 
-and its derivative by the label's logit is :math:`-\sigma(d)`: minus the sum of the others' probabilities. This sum
-keeps all its digits where ``probability - 1`` would cancel.
+and its derivative with respect to the label's logit is :math:`-\sigma(d)`: minus the sum of the others' probabilities.
+This sum keeps all its digits where ``probability - 1`` would cancel.
 
 There are three implementations:
 
@@ -339,11 +339,11 @@ class _Kept(NamedTuple):
 def _backward(
     kept: _Kept, cotangent: Tensor, chunk_size: int, needs: Sequence[bool], waiting: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    r"""Return the gradients by input, weight, bias and shift, as far as `needs` asks for them; see `_forward`.
+    r"""Return the gradients of input, weight, bias and shift, as far as `needs` asks for them; see `_forward`.
 
-    With the derivative by the negative margin, :math:`s = g \sigma(d)`, that by the logit of another class is
-    :math:`s e^{x_j - m} / \sum_k e^{x_k - m}`, and by the label's it is :math:`-s`.
-    The shift is subtracted from all of them, so its gradient is minus their sum: a rounding error.
+    With the derivative with respect to the negative margin, :math:`s = g \sigma(d)`, that by the logit of another class
+    is :math:`s e^{x_j - m} / \sum_k e^{x_k - m}`, and by the label's it is :math:`-s`. The shift is subtracted from all
+    of them, so its gradient is minus their sum: a rounding error.
     """
     input, weight, bias, labels, where, shift, total, margin = kept
     x = input.to(_precision(input, weight))

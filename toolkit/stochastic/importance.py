@@ -61,8 +61,8 @@ VIMCO_SIGNAL = block(
 def iwae_bound(log_weights: Tensor) -> Tensor:
     r"""Return the objective, :math:`\log \frac{1}{K} \sum_k w_k` averaged over ``*``, in nats.
 
-    Its own gradient by reparameterised samples is unbiased. The part of the proposal's parameters becomes noise as K
-    grows; `dreg_loss` has the same expectation and does not.
+    Its own gradient with respect to reparameterised samples is unbiased. The part of the proposal's parameters becomes
+    noise as K grows; `dreg_loss` has the same expectation and does not.
 
     Args:
         log_weights: :math:`\log p(x, z_k) - \log q(z_k)` in nats, (K, \*).
@@ -119,9 +119,9 @@ def iwae_loss(log_weights: Tensor) -> Tensor:
 def dreg_loss(log_weights: Tensor) -> Tensor:
     r"""Return :math:`-\sum_k sg(\tilde w_k)^2 \log w_k`, for the parameters of the proposal.
 
-    The log-weights have to be taken with `path_log_prob`: then the gradient by the parameters of the proposal is an
-    unbiased estimate of that of ``-iwae_bound`` whose signal-to-noise ratio grows with K. For the parameters of the
-    model it is not: they take `iwae_loss` or `iwae_bound`.
+    The log-weights have to be taken with `path_log_prob`: then the gradient with respect to the parameters of the
+    proposal is an unbiased estimate of that of ``-iwae_bound`` whose signal-to-noise ratio grows with K. For the
+    parameters of the model it is not: they take `iwae_loss` or `iwae_bound`.
 
     With the block open :math:`-2 \sum_k \tilde w_k^2 \log w_k (\nabla \log w_k - \sum_j \tilde w_j \nabla \log w_j)`
     is added.

@@ -83,7 +83,7 @@ def path_log_prob(distribution: Distribution, value: Tensor) -> Tensor:
         >>> mean = torch.tensor(0.5, requires_grad=True)
         >>> q = torch.distributions.Normal(mean, 0.8)
         >>> z = mean + 0.8 * 0.7
-        >>> torch.autograd.grad(path_log_prob(q, z), mean)  # q.log_prob(z) has no gradient by the mean
+        >>> torch.autograd.grad(path_log_prob(q, z), mean)  # q.log_prob(z) has no gradient with respect to the mean
         (tensor(-0.8750),)
     """
     return _held(distribution, {}).log_prob(value)  # type: ignore[no-any-return]

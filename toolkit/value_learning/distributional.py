@@ -90,9 +90,9 @@ def categorical_td_learning(
     r"""Return the cross entropy of a categorical value with its projected label, in nats.
 
     :math:`-\sum_k \operatorname{sg}(m_k) \log p_k`, with m the projection of the return :math:`r_t + \gamma_t z` that
-    has the probabilities :math:`p'` of the next state. With `CATEGORICAL_TARGET` in place the gradient by the logits is
-    :math:`p - m`. Open, the next logits get :math:`p'_j (c_j - \sum_i p'_i c_i)`, where :math:`c_j` is the cross
-    entropy of atom j alone: mass moves to the atom that is the easiest to predict.
+    has the probabilities :math:`p'` of the next state. With `CATEGORICAL_TARGET` in place the gradient with respect to
+    the logits is :math:`p - m`. Open, the next logits get :math:`p'_j (c_j - \sum_i p'_i c_i)`, where :math:`c_j` is
+    the cross entropy of atom j alone: mass moves to the atom that is the easiest to predict.
 
     Args:
         v_atoms_tm1: Atoms of the value before the step, (K,), increasing.

@@ -58,9 +58,9 @@ def gtd2_loss(
 ) -> Tensor:
     r"""Return :math:`\rho \delta \operatorname{sg}(h_{t-1})` with :math:`\delta = r_t + \gamma_t v_t - v_{t-1}`.
 
-    Its gradient by the parameters of v is :math:`\rho h (\gamma_t \nabla v_t - \nabla v_{t-1})`, the update of GTD2.
-    With `GTD2_ESTIMATE` open h gets :math:`\rho \delta`, which cancels its own label in `error_estimate_loss`: h learns
-    to be 0.
+    Its gradient with respect to the parameters of v is :math:`\rho h (\gamma_t \nabla v_t - \nabla v_{t-1})`, the
+    update of GTD2. With `GTD2_ESTIMATE` open h gets :math:`\rho \delta`, which cancels its own label in
+    `error_estimate_loss`: h learns to be 0.
 
     Args:
         v_tm1: Values before the step, (\*).
@@ -94,9 +94,9 @@ def tdc_loss(
 ) -> Tensor:
     r"""Return :math:`\rho \gamma_t v_t \operatorname{sg}(h_{t-1}) - \operatorname{sg}(\rho \delta) v_{t-1}`.
 
-    Its gradient by the parameters of v is :math:`\rho (h \gamma_t \nabla v_t - \delta \nabla v_{t-1})`: that of TD(0)
-    and a correction. With `TDC_ERROR` open they also get :math:`-\rho v_{t-1} \nabla \delta`, with `TDC_ESTIMATE` open
-    h gets :math:`\rho \gamma_t v_t`.
+    Its gradient with respect to the parameters of v is :math:`\rho (h \gamma_t \nabla v_t - \delta \nabla v_{t-1})`:
+    that of TD(0) and a correction. With `TDC_ERROR` open they also get :math:`-\rho v_{t-1} \nabla \delta`, with
+    `TDC_ESTIMATE` open h gets :math:`\rho \gamma_t v_t`.
 
     Arguments, result and errors are those of `gtd2_loss`.
 

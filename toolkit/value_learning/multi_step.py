@@ -39,7 +39,8 @@ def n_step_bootstrapped_returns(r_t: Tensor, discount_t: Tensor, v_t: Tensor, n:
     :math:`r_t + \gamma_t r_{t+1} + \ldots + \gamma_t \cdots \gamma_{t+n-1} v_{t+n-1}`, as in rlax: the value after a
     step has the index of that step.
 
-    With `N_STEP_RETURNS` open the derivative by the value at the end of a window is the product of its discounts.
+    With `N_STEP_RETURNS` open the derivative with respect to the value at the end of a window is the product of its
+    discounts.
 
     Args:
         r_t: Rewards, (\*, T).

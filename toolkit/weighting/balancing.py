@@ -2,7 +2,7 @@ r"""Weights that balance several losses, or several samples, and are held consta
 
 A loss divided by its own held value has the gradient of its logarithm. Without the block the quotient is the constant
 1 and nothing learns; a ratio of two losses makes the second one vanish. Where the weight is itself an optimum, as the
-variances of a profiled likelihood, the block is redundant: the derivative by an optimum is zero.
+variances of a profiled likelihood, the block is redundant: the derivative with respect to an optimum is zero.
 
 T losses or tasks, N samples; ``*`` leading dimensions.
 """

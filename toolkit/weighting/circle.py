@@ -45,7 +45,7 @@ def circle_loss(embeddings: Tensor, labels: Tensor, *, m: float = 0.4, gamma: fl
 
     References:
         Sun, Cheng, Zhang, Zhang, Zheng, Wang and Wei, "Circle loss: a unified perspective of pair similarity
-        optimization", 2020, also for the gradients by each similarity.
+        optimization", 2020, also for the gradients with respect to each similarity.
 
     Example:
         >>> e = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [-0.6, 0.8]])

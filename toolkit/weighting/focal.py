@@ -81,8 +81,8 @@ def held_sigmoid_focal_loss(
 ) -> Tensor:
     r"""Return the values of `sigmoid_focal_loss` with the weights :math:`(1 - p_t)^\gamma` held constant.
 
-    With the block `FOCAL_WEIGHT` in place the gradient by the logit is :math:`-\alpha_t y (1 - p_t)^{\gamma + 1}`.
-    Opened, it is that of `sigmoid_focal_loss`.
+    With the block `FOCAL_WEIGHT` in place the gradient with respect to the logit is :math:`-\alpha_t y (1 -
+    p_t)^{\gamma + 1}`. Opened, it is that of `sigmoid_focal_loss`.
 
     Args:
         inputs: As in `sigmoid_focal_loss`, and so are the other arguments.
@@ -114,7 +114,7 @@ def held_sigmoid_focal_loss(
 def focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reduction: Reduction = "mean") -> Tensor:
     r"""Return focal losses :math:`-(1 - p)^\gamma \log p` of one label among C classes, in nats.
 
-    p is the softmax probability of the label, and nothing is held constant. The gradient by the logits is
+    p is the softmax probability of the label, and nothing is held constant. The gradient with respect to the logits is
     :math:`((1 - p)^\gamma - \gamma (1 - p)^{\gamma - 1} p \log p) (\mathrm{softmax}(x) - e)`, e the label's indicator.
 
     Args:
@@ -144,8 +144,9 @@ def focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reduction: Re
 def held_focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reduction: Reduction = "mean") -> Tensor:
     r"""Return the values of `focal_loss` with the weights :math:`(1 - p)^\gamma` held constant.
 
-    With the block `FOCAL_WEIGHT` in place the gradient by the logits is :math:`(1 - p)^\gamma (\mathrm{softmax}(x) -
-    e)`, that of the cross entropy without its first terms (see the module). Opened, it is that of `focal_loss`.
+    With the block `FOCAL_WEIGHT` in place the gradient with respect to the logits is :math:`(1 - p)^\gamma
+    (\mathrm{softmax}(x) - e)`, that of the cross entropy without its first terms (see the module). Opened, it is that
+    of `focal_loss`.
 
     Args:
         logits: As in `focal_loss`, and so are the other arguments.

@@ -36,10 +36,10 @@ def sinkhorn_loss(
     .. math:: \langle a, f \rangle + \langle b, g \rangle
         - \epsilon \Bigl(\sum_{ij} a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon} - 1\Bigr)
 
-    with the potentials f, g of `sinkhorn_potentials`. With the block `POTENTIALS` in place the gradient by the cost is
-    the plan :math:`P_{ij} = a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon}`, and by a it is :math:`f - \epsilon` at
-    convergence. Opened, it is the derivative of the value after these iterations; it has converged to the same. The
-    blocked Hessian is not that of the value.
+    with the potentials f, g of `sinkhorn_potentials`. With the block `POTENTIALS` in place the gradient with respect to
+    the cost is the plan :math:`P_{ij} = a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon}`, and with respect to a it is
+    :math:`f - \epsilon` at convergence. Opened, it is the derivative of the value after these iterations; it has
+    converged to the same. The blocked Hessian is not that of the value.
 
     Args:
         cost: M, (\*, N, M).

@@ -49,10 +49,11 @@ EXAMPLE = block(
 
 
 class NoGradientError(RuntimeError):
-    """A model cannot be differentiated by its input."""
+    """A model cannot be differentiated with respect to its input."""
 
     def __init__(self, found: str = "logits that, for autograd, do not depend on it") -> None:
-        super().__init__(f"`model` should be differentiable by its input. Found {found}. `square` needs no gradient.")
+        text = f"`model` should be differentiable with respect to its input. Found {found}."
+        super().__init__(f"{text} `square` needs no gradient.")
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Setting:
             slope: Derivative of the loss by the logits, (N, C). None: that of `margin_loss`, in closed form.
 
         Raises:
-            NoGradientError: If the logits cannot be differentiated by the input.
+            NoGradientError: If the logits cannot be differentiated with respect to the input.
             TypeError: If `loss` is not callable.
             ValueError: If `loss` does not return one value per sample.
         """

@@ -75,7 +75,8 @@ def _flat(attack: Setting) -> str | None:
     if not count:
         return None
     return (
-        f"`model` should have a gradient by its input. Found a zero gradient for {count} of {len(attack.x)} samples, "
+        "`model` should have a gradient with respect to its input. "
+        f"Found a zero gradient for {count} of {len(attack.x)} samples, "
         "which attacks that follow it cannot move. Look for rounding or saturation."
     )
 

@@ -59,7 +59,8 @@ class Evaluation:
         examples: (N, ...); where a row was broken, the example that broke it; else the strongest example tried.
         broken: Name of each attack, in order, to the number of rows that it broke first.
         seconds: Name of each attack to its processor time.
-        skipped: Names of the attacks that could not be run, because the model has no gradient by its input.
+        skipped: Names of the attacks that could not be run, because the model has no gradient with respect to its
+            input.
     """
 
     correct: Tensor
@@ -145,7 +146,7 @@ def evaluate_robustness(
 
     The examples of an attack are brought into the ball and the box, rounded inwards, and judged there by the model in
     evaluation mode, so only an example inside of both can break a row. A NaN among the logits breaks a row too.
-    Gradient attacks are skipped if the model has no gradient by its input, and are then listed in
+    Gradient attacks are skipped if the model has no gradient with respect to its input, and are then listed in
     `Evaluation.skipped`; random directions and `square` are then run with all their queries.
 
     Args:
@@ -170,9 +171,9 @@ def evaluate_robustness(
 
     Warns:
         UserWarning: If the ball is as wide as the box, as with an epsilon of 8 for pixels between 0 and 1; if attacks
-            could not be run, because the model has no gradient by its input; or if the model is random, depends on the
-            batch, has no gradient at some inputs, or returns probabilities. The mean answer of a random model can be
-            attacked: `EOT`.
+            could not be run, because the model has no gradient with respect to its input; or if the model is random,
+            depends on the batch, has no gradient at some inputs, or returns probabilities. The mean answer of a random
+            model can be attacked: `EOT`.
 
     References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
@@ -221,8 +222,8 @@ def evaluate_robustness(
                 progress.say(f"{name}: {count} broken, {int(part.robust.sum())} left", spent)
         if skipped:
             warn(
-                "`model` should be differentiable by its input. Found that it is not, so that these attacks could not "
-                f"be run, and the robust accuracy may be too high: {', '.join(skipped)}."
+                "`model` should be differentiable with respect to its input. Found that it is not: these attacks could "
+                f"not be run, and the robust accuracy may be too high: {', '.join(skipped)}."
             )
         return Evaluation(
             correct=torch.cat([part.correct for part in parts]),

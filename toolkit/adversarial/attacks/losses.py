@@ -144,7 +144,7 @@ def targeted_dlr_loss(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor
 
 
 def margin_slope(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the derivative of `margin_loss` by the logits: the softmax of the other classes, and -1 at the label."""
+    """Return the gradient of `margin_loss` in the logits: the softmax of the other classes, and -1 at the label."""
     index = class_index(logits, labels)
     return _others(logits, index).softmax(1).scatter(1, index, -1.0)
 

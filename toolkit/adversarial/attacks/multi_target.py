@@ -194,7 +194,8 @@ class _Pairs:
     Attributes:
         attack: The samples under attack, one for each pair.
         samples: Their numbers, (P,).
-        slope: 1 at the class, -1 at the label, 0 elsewhere: the derivative of the margin by the logits, (P, C).
+        slope: 1 at the class, -1 at the label, 0 elsewhere: the derivative of the margin with respect to the logits,
+            (P, C).
         width: Length of the first step, (P, 1, ...).
     """
 
@@ -216,7 +217,7 @@ class _Pairs:
         return _Pairs(self.attack.rows(index), self.samples[index], self.slope[index], self.width[index])
 
     def gradient(self, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the point, the gradient of every margin by its own input, and the logits, as `Setting.gradient`."""
+        """Return the point, the gradient of every margin at its own input, and the logits, as `Setting.gradient`."""
         return self.attack.gradient(example, slope=self.slope)
 
     def farthest(self) -> Tensor:

@@ -129,7 +129,7 @@ def point_and_logits(model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def losses_and_slope(model: Model, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the loss of every sample, (N,), and its gradient by the input, (N, ...), recorded if grad is."""
+    """Return the loss of every sample, (N,), and its input gradient, (N, ...), recorded if gradients are."""
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         point, logits = point_and_logits(model, x)

@@ -69,8 +69,9 @@ def free_loss(
     perturbation is kept for the next replay and for the next batch. So an epoch of m replays costs m epochs of standard
     training.
 
-    With the block `EXAMPLE` in place the gradient by the weights is the gradient of the cross entropy at the example.
-    The perturbation was made by earlier weights; opening the block matters only if it still has their graph.
+    With the block `EXAMPLE` in place the gradient with respect to the weights is the gradient of the cross entropy at
+    the example. The perturbation was made by earlier weights; opening the block matters only if it still has their
+    graph.
 
     In training mode batch normalisation updates its running statistics in every replay, as in the paper.
 

@@ -42,7 +42,7 @@ def cure_loss(
     """Return the cross entropy and its curvature in an adversarial direction: curvature regularisation.
 
     ``mean(l(x) + weight * |grad l(x + h z) - grad l(x)|_2^2)`` with the cross entropy l of every sample and its
-    gradient by the input, where z is the steepest direction of unit norm: ``sign(grad l(x))`` in Linf, and
+    gradient with respect to the input, where z is the steepest direction of unit norm: ``sign(grad l(x))`` in Linf, and
     ``grad l(x) / |grad l(x)|_2`` in L2. With the block `CURVATURE_DIRECTION` in place z is a constant. Opened, it adds
     exactly nothing in Linf, because the sign has derivative zero; in L2 it adds the effect of the parameters on z.
 
@@ -93,7 +93,8 @@ def llr_loss(
 
     ``mean(l(x) + weight * |l(x + d) - l(x) - d . grad l(x)| + slope_weight * |d . grad l(x)|)``, where d is the
     displacement at which the loss is farthest from its tangent (`linearity_pgd`). With the block `EXAMPLE` in place the
-    gradient is the gradient of this mean with d held constant; the gradient by the input is differentiated.
+    gradient is the gradient of this mean with d held constant; the gradient with respect to the input is
+    differentiated.
 
     The first term is taken in the mode that the model is in, with one update of running statistics; the others are
     taken in evaluation mode, in which the samples do not depend on each other and nothing is updated.

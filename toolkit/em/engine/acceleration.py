@@ -122,9 +122,9 @@ def climb(
 
     **Convergence.** Without acceleration the fit ends when a step gains no more than `tol`; the remaining gain is then
     ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration
-    the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding; when the
-    last four gained no more than a tenth of `tol`; or when, among the first eight, two did where a step moves by no
-    more than the square root of rounding, or in a region where EM itself is fast, as it is where components hardly
+    the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding. It also
+    ends when the last four gained no more than a tenth of `tol`. Among the first eight, two such evaluations suffice if
+    a step moves by no more than the square root of rounding, or if EM itself is fast, as it is where components hardly
     overlap. If `max_iter` is less than eight, the bound is less in proportion; a single step is plain EM. A jump aims
     at the maximum, so its gain is nearly the whole remaining gain, and the rest is at most about `tol`, except on a
     plateau near a saddle.
