@@ -225,6 +225,16 @@ def test_several_mistakes_are_one_line_each(config):
     assert len(_message(config).splitlines()) == 2
 
 
+def test_a_misspelt_required_key_is_one_line(config):
+    _edited(config, "steps = 6", "stepz = 6")
+    assert re.fullmatch(r".*:\d+: stepz: unknown key; did you mean 'steps'\?", _message(config))
+
+
+def test_a_missing_key_is_reported_beside_a_key_that_is_not_like_it(config):
+    _edited(config, "steps = 6", "colour = 6")
+    assert [line.rsplit(": ", 2)[1] for line in _message(config).splitlines()] == ["steps", "colour"]
+
+
 @pytest.mark.parametrize(
     ("word", "says"),
     [

@@ -283,7 +283,7 @@ def _toml_value(text: str) -> Any:
 
 
 def _mistakes(errors: Iterable[ErrorDetails], where: _Places, config_class: type[ExperimentConfig]) -> list[str]:
-    """Return a line for each mistake; a key that stands below a table of the file is not missing as well."""
+    """Return a line for each mistake; a key that is misspelt or stands below another table is not missing too."""
     below = {
         str(error["loc"][-1]): error["loc"]
         for error in errors
@@ -291,7 +291,17 @@ def _mistakes(errors: Iterable[ErrorDetails], where: _Places, config_class: type
         and len(error["loc"]) > 1
         and error["loc"][-1] in config_class.model_fields
     }
-    kept = [error for error in errors if not error["loc"] or error["loc"][-1] not in below]
+    misspelt = set()
+    for error in errors:
+        if error["type"] == "extra_forbidden":
+            (*table, key), keys = _location(config_class, error["loc"])
+            misspelt |= {(*table, close) for close in _closest(key, keys)}
+    kept = [
+        error
+        for error in errors
+        if not error["loc"]
+        or (error["loc"][-1] not in below and (error["type"] != "missing" or error["loc"] not in misspelt))
+    ]
     lines = [_sentence(error, where, config_class) for error in kept]
     if below:
         place = where(*next(iter(below.values()))).partition(": ")[0]
@@ -376,8 +386,12 @@ def _check_claims(config: ExperimentConfig, where: _Places) -> None:
             raise ConfigError(f"{where('expect', name)}: unknown variant {name!r}{_suggest(name, variants)}")
 
 
+def _closest(found: object, known: Collection[str] | Mapping[str, Any]) -> list[str]:
+    """Return the known name that is most like another, if one is alike."""
+    return difflib.get_close_matches(str(found), list(known), n=1, cutoff=0.5)
+
+
 def _suggest(found: object, known: Collection[str] | Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(str(found), list(known), n=1, cutoff=0.5)
-    if close:
+    if close := _closest(found, known):
         return f"; did you mean {close[0]!r}?"
     return f"; should be one of {', '.join(sorted(known))}" if 0 < len(known) <= 12 else ""
