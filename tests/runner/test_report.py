@@ -25,10 +25,12 @@ from toolkit.runner._figures import (
     METHODS,
     Arrow,
     Band,
+    Level,
     Path,
     Strip,
     draw_arrows,
     draw_bands,
+    draw_curves,
     draw_parameters,
     draw_plane,
     draw_strips,
@@ -37,7 +39,7 @@ from toolkit.runner._figures import (
 from toolkit.runner._findings import Difference, compared, verdict_of
 from toolkit.runner._numbers import brief
 from toolkit.runner._records import BLOCKED, Record, read_all
-from toolkit.runner._report import _command, experiment_view
+from toolkit.runner._report import _arrows, _command, experiment_view
 from toolkit.runner._sections import methods_section, reference_levels, seeds_section, sweep_section
 from toolkit.runner._sentences import (
     _agreed,
@@ -673,7 +675,7 @@ def test_the_shortest_and_the_longest_gradient_have_a_place():
     """The axis ends at the inverse of the shortest, whose inverse is rounded to either side of it."""
     ratios = np.random.default_rng(0).uniform(0.01, 0.5, 300).tolist()
     for ratio in [*ratios, *(1 / ratio for ratio in ratios)]:
-        assert "nan" not in draw_parameters(["weight"], [("open", [0.5], [ratio], "var(--open-1)")])
+        assert "nan" not in draw_parameters(["weight"], [("open", [30.0], [ratio], "var(--open-1)")])
 
 
 in_a_browser = [pytest.mark.browser, pytest.mark.filterwarnings("ignore")]
@@ -904,13 +906,13 @@ def _tips(svg):
     return tips
 
 
-BLOCKED_ARROW = Arrow(label="blocked", ratio=1.0, cosine=1.0, colour="#000000")
+BLOCKED_ARROW = Arrow(label="blocked", ratio=1.0, angle=0.0, colour="#000000")
 
 
 @pytest.mark.parametrize("ratio", [1e-9, 0.01, 0.3, 1.0, 1.65, 111.0, 1e12])
 @pytest.mark.parametrize("angle", [0, 29, 90, 180])
 def test_arrows_are_neither_cut_off_nor_dots(ratio, angle):
-    other = Arrow(label="open", ratio=ratio, cosine=math.cos(math.radians(angle)), colour="#ff0000")
+    other = Arrow(label="open", ratio=ratio, angle=angle, colour="#ff0000")
     svg = draw_arrows([("before", [BLOCKED_ARROW, other])])
     width, height = (float(size) for size in re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups())
     blocked, opened = _tips(svg)
@@ -923,7 +925,7 @@ def test_arrows_are_neither_cut_off_nor_dots(ratio, angle):
 
 
 def test_an_arrow_without_a_length_is_told_and_not_drawn():
-    vanished = Arrow(label="open", ratio=0.0, cosine=math.nan, colour="#ff0000")
+    vanished = Arrow(label="open", ratio=0.0, angle=math.nan, colour="#ff0000")
     svg = draw_arrows([("before", [BLOCKED_ARROW, vanished])])
     assert len(_tips(svg)) == 1
     assert "open: no length" in svg
@@ -945,6 +947,22 @@ def test_a_wide_sweep_has_a_logarithmic_axis():
     assert with_zero[1] - with_zero[0] > 1
     left, middle, right = _centres(draw_sweep("rate", [1, 2, 4], [("loss", [_band([1, 2, 4], [[1, 2, 3]])])]))
     assert 2 * (middle - left) == pytest.approx(right - middle, abs=0.21)
+
+
+def test_a_best_value_of_zero_is_told_from_small_values():
+    bands = [_band([0, 1, 2], [rows]) for rows in ([2.0, 2.0, 2.0], [2.0, 100.0, 6000.0])]
+    svg = draw_curves("error", "step", bands, [Level("best possible", 0.0)])
+    lines = re.findall(r'<path class="line".*? d="M[\d.]+ ([\d.]+)', svg)
+    low_at, _, best_at = map(float, lines)
+    assert best_at - low_at > 10, "the picture is 200 high"
+
+
+def test_an_angle_is_the_same_in_the_picture_and_in_its_sentence():
+    effects = [{"ratio": 1.0, "cosine": math.cos(math.radians(angle)), "leak": 0.2} for angle in (9, 17)]
+    records = [Record(i, {"comparison": {"first": {"effects": {"a": effect}}}}, {}) for i, effect in enumerate(effects)]
+    _, arrow = _arrows(records, "first", {"a": COLOURS[1]})
+    assert arrow.angle == pytest.approx(13)
+    assert _turn(effects) == "turns the gradient by 13° and keeps its length"
 
 
 def test_a_training_step_is_an_integer():

@@ -33,7 +33,7 @@ from toolkit.runner._chart import (
 )
 
 __all__ = [
-    "COLOURS", "METHODS", "Arrow", "Band", "Bar", "Level", "Path", "Strip", "degrees", "draw_arrows", "draw_bands",
+    "COLOURS", "METHODS", "Arrow", "Band", "Bar", "Level", "Path", "Strip", "draw_arrows", "draw_bands",
     "draw_bars", "draw_curves", "draw_methods", "draw_parameters", "draw_plane", "draw_strips", "draw_sweep",
 ]  # fmt: skip
 
@@ -54,11 +54,11 @@ _WIDE_SWEEP = 30.0
 
 @dataclass(frozen=True)
 class Arrow:
-    """A gradient in the plane of itself and the blocked one: its length over the blocked one's, and the cosine."""
+    """A gradient in the plane of itself and the blocked one: its length over the blocked one's, and the degrees."""
 
     label: str
     ratio: float
-    cosine: float
+    angle: float
     colour: str
 
 
@@ -139,15 +139,12 @@ def draw_arrows(panels: Sequence[tuple[str, Sequence[Arrow]]]) -> str:
 def draw_parameters(names: Sequence[str], series: Sequence[tuple[str, Sequence[float], Sequence[float], str]]) -> str:
     """Draw angle and length of the open gradient against the blocked one, for every parameter.
 
-    `series` holds (label, cosines, ratios, colour) of every variant.
+    `series` holds (label, angles in degrees, ratios, colour) of every variant.
     """
     sizes = [ratio for _, _, ratios, _ in series for ratio in ratios if math.isfinite(ratio) and ratio > 0]
     # A little more than the ends: the inverse of an inverse may be rounded to beyond the value.
     reach = 1.001 * max([2.0, *(max(ratio, 1 / ratio) for ratio in sizes)])
-    turns = [
-        (label, [degrees(cosine) if math.isfinite(cosine) else math.nan for cosine in cosines], colour)
-        for label, cosines, _, colour in series
-    ]
+    turns = [(label, angles, colour) for label, angles, _, colour in series]
     lengths = [(label, ratios, colour) for label, _, ratios, colour in series]
     angle, length = "angle to the blocked gradient", "length, relative to the blocked gradient"
     drawn = [
@@ -228,6 +225,8 @@ def draw_curves(
 ) -> str:
     """Return a chart of curves: the mean of the seeds, and their range as a shade. `told`: values appear on hover."""
     ends = [value for band in bands for _, column in band.known for value in (min(column), max(column))]
+    if fit(ends, 0, 1, wide=wide).kind == "log":  # a level at 0 should not press the small values onto it
+        wide = math.sqrt(wide)
     up = fit([*ends, *(level.value for level in levels)], height - 24, 8, wide=wide)
     steps = sorted({step for band in bands for step, _ in band.known})
     across = fit(steps, 0, 1, wide=math.inf, margin=0)
@@ -246,12 +245,6 @@ def draw_curves(
     if told:
         parts += _columns(label, steps, bands, across, up, statistics.fmean)
     return svg(height, parts, _story(title, label, bands, levels, statistics.fmean))
-
-
-def degrees(cosine: float) -> float:
-    """Return the angle in degrees; an angle that is only rounding of a cosine near 1 becomes 0."""
-    angle = math.degrees(math.acos(min(1.0, max(-1.0, cosine))))
-    return angle if angle > 1e-4 else 0.0
 
 
 def _figure(panels: Iterable[str], keys: Iterable[Key] = ()) -> str:
@@ -275,7 +268,7 @@ def _arrow_panel(title: str, arrows: Sequence[Arrow]) -> str:
     )
     parts += f'<path class="grid" d="M{middle - across.end:.1f} {ground}H{middle + across.end:.1f}"/>'
     for index, arrow in enumerate(drawn):
-        angle = math.acos(min(1.0, max(-1.0, arrow.cosine))) if math.isfinite(arrow.cosine) else 0.0
+        angle = arrow.angle if math.isfinite(arrow.angle) else 0.0
         # The first is drawn wide and the later ones narrower, so that equal arrows are all seen.
         parts += mark(
             _arrow(middle, ground, across.place(arrow.ratio), angle, (7.0, 4.0, 2.5, 1.5)[min(index, 3)], arrow.colour),
@@ -300,16 +293,16 @@ def _arrow(x: float, y: float, length: float, angle: float, width: float, colour
     head = min(length, 3 * width)
     neck, wing, side = length - head, 1.4 * width, width / 2
     outline = f"M0 {-side}H{neck:.1f}V{-wing}L{length:.1f} 0L{neck:.1f} {wing}V{side}H0Z"
-    turn = f"translate({x:.1f} {y:.1f}) rotate({-math.degrees(angle):.2f})"
+    turn = f"translate({x:.1f} {y:.1f}) rotate({-angle:.2f})"
     return f'<path style="fill: {colour}" transform="{turn}" d="{outline}"'
 
 
 def _arrow_label(arrow: Arrow) -> str:
-    if not math.isfinite(arrow.cosine):
+    if not math.isfinite(arrow.angle):
         return f"{arrow.label}: no length" if arrow.ratio == 0 else arrow.label
     if arrow.label == "blocked":
         return arrow.label
-    return f"{arrow.label}: {_angle(degrees(arrow.cosine))}, length {_length(arrow.ratio)}"
+    return f"{arrow.label}: {_angle(arrow.angle)}, length {_length(arrow.ratio)}"
 
 
 def _rows(

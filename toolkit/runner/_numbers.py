@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.runner._chart import significant
-from toolkit.runner._figures import degrees
 
 __all__ = ["NOTHING", "brief", "degrees_of", "duration", "in_bytes", "ranged", "spread"]
 
@@ -57,5 +56,8 @@ def in_bytes(count: float) -> str:
 
 
 def degrees_of(cosine: float | None) -> float:
-    """Return the angle of a cosine, NaN without one."""
-    return math.nan if cosine is None else degrees(cosine)
+    """Return the angle of a cosine, 0 if it is only rounding of a cosine near 1; NaN without a cosine."""
+    if cosine is None:
+        return math.nan
+    angle = math.degrees(math.acos(min(1.0, max(-1.0, cosine))))
+    return angle if angle > 1e-4 else 0.0

@@ -191,11 +191,11 @@ def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
 
 
 def _arrows(records: Sequence[Record], when: str, colours: dict[str, str]) -> list[Arrow]:
-    arrows = [Arrow(BLOCKED, 1.0, 1.0, COLOURS[0])]
+    arrows = [Arrow(BLOCKED, 1.0, 0.0, COLOURS[0])]
     for name, colour in colours.items():
         effects = [record.data["comparison"][when]["effects"][name] for record in records]
-        ratio, cosine = median([e["ratio"] for e in effects]), median([e["cosine"] for e in effects])
-        arrows.append(Arrow("open" if len(colours) == 1 else f"{name} open", ratio, cosine, colour))
+        ratio, angle = median(e["ratio"] for e in effects), median(degrees_of(e["cosine"]) for e in effects)
+        arrows.append(Arrow("open" if len(colours) == 1 else f"{name} open", ratio, angle, colour))
     return arrows
 
 
@@ -204,17 +204,17 @@ def _parameters(records: Sequence[Record], names: Sequence[str], colours: dict[s
     effects = {name: [record.data["comparison"][when]["effects"][name] for record in reached] for name in names}
     known = list(effects[names[0]][0]["per_parameter"])
 
-    def values(name: str, parameter: str, what: str) -> float:
-        return median([effect["per_parameter"][parameter][what] for effect in effects[name]])
+    def values(name: str, parameter: str, what: str) -> list[float | None]:
+        return [effect["per_parameter"][parameter][what] for effect in effects[name]]
 
-    leaks = {parameter: max(values(name, parameter, "leak") for name in names) for parameter in known}
+    leaks = {parameter: max(median(values(name, parameter, "leak")) for name in names) for parameter in known}
     kept = set(sorted(known, key=lambda parameter: -leaks[parameter])[:_MOST_PARAMETERS])
     shown = [parameter for parameter in known if parameter in kept]
     series = [
         (
             label_of(name, [BLOCKED, *names]),
-            [values(name, parameter, "cosine") for parameter in shown],
-            [values(name, parameter, "ratio") for parameter in shown],
+            [median(map(degrees_of, values(name, parameter, "cosine"))) for parameter in shown],
+            [median(values(name, parameter, "ratio")) for parameter in shown],
             colours[name],
         )
         for name in names
