@@ -1,6 +1,7 @@
 """The findings of the configs are claims in numbers, and their records bear them out."""
 
 import math
+import re
 
 import folders
 import pytest
@@ -167,6 +168,12 @@ def test_a_config_makes_claims_and_those_on_training_have_seeds_enough(path):
         assert claim.verdict is not None
         if claim.gain or claim.training not in (None, "same"):
             assert config.seeds >= 5
+
+
+def test_a_config_of_few_seeds_says_why():
+    for path in CONFIGS:
+        (seeds,) = re.findall(r"^seeds = (\d+)(  # .{20})?", path.read_text(), re.MULTILINE)
+        assert int(seeds[0]) >= 5 or seeds[1], path.name
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
