@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from toolkit._tensors import bounded, exponential_remainder
+from toolkit._tensors import bounded, exponential_remainder, lengths, unit
 
 
 def exact(x: float) -> float:
@@ -51,3 +51,27 @@ def test_a_bounded_tensor_has_a_gradient_at_its_bounds(bounds, slopes):
     assert torch.equal(found, x.clamp(*bounds))
     assert torch.autograd.grad(found.sum(), x)[0].tolist() == slopes
     assert bounded(torch.tensor(math.nan), 0, 1).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("transform", [lambda f: f, torch.vmap], ids=["plain", "mapped"])
+def test_norms_and_directions_do_not_depend_on_the_size_of_a_vector(dtype, transform):
+    """Squares of 1e-30 are 0 and those of 1e30 infinite in single precision."""
+    most = math.frexp(torch.finfo(dtype).max)[1]
+    vectors = torch.tensor([[3.0, -4.0, 0.5], [0.25, 1.0, -2.0]], dtype=dtype)
+    for exponent in (-most + 8, -most // 2, -3, 0, 5, most // 2, most - 5):
+        scaled = (vectors * 2.0**exponent).requires_grad_()
+        found, expected = transform(lengths)(scaled), transform(lengths)(vectors)
+        assert torch.equal(found, expected * 2.0**exponent)
+        assert torch.equal(transform(unit)(scaled), transform(unit)(vectors))
+        (slope,) = torch.autograd.grad(found.sum(), scaled)
+        torch.testing.assert_close(slope, transform(unit)(vectors))
+
+
+def test_norms_of_zeros_missing_and_no_vectors():
+    vectors = torch.tensor([[0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0], [1e-30, 0.0]], requires_grad=True)
+    assert lengths(vectors).squeeze(-1).nan_to_num(nan=-1, posinf=-2).tolist() == pytest.approx([0, -1, -2, 1e-30])
+    (slope,) = torch.autograd.grad(unit(vectors)[0].sum(), vectors)
+    assert slope[0].tolist() == [0, 0]
+    assert lengths(torch.ones(0, 2)).shape == (0, 1)
+    assert lengths(torch.ones(2, 0)).tolist() == [[0], [0]]

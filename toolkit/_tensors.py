@@ -31,6 +31,7 @@ __all__ = [
     "is_dense",
     "kind_of",
     "largest_exponent",
+    "lengths",
     "mappings",
     "promoted",
     "same_shape",
@@ -38,6 +39,7 @@ __all__ = [
     "tensors",
     "unit",
     "wide",
+    "with_norms",
 ]
 
 HALF = (torch.float16, torch.bfloat16)
@@ -117,8 +119,34 @@ def integers(**tensors: Tensor) -> None:
 
 def unit(input: Tensor) -> Tensor:
     """Return vectors divided by their norms along the last dimension; 0 stays 0 and gets no gradient."""
+    vectors, norms, _ = with_norms(input)
+    return vectors / torch.where(norms > 0, norms, torch.inf)
+
+
+def lengths(input: Tensor) -> Tensor:
+    """Return the norms of vectors along the last dimension, which is kept."""
+    _, norms, power = with_norms(input)
+    return norms / power
+
+
+def with_norms(input: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Return vectors, their norms along the last dimension, which is kept, and the power of two that multiplies both.
+
+    The power is 1 except where squares would over- or underflow.
+    """
     norms = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
-    return input / torch.where(norms > 0, norms, torch.inf)
+    width = math.frexp(torch.finfo(input.dtype).max)[1]
+    small, large = 2.0 ** (-width // 4), 2.0 ** (3 * width // 8)
+    # One look saves two passes over the vectors; on other devices it would wait for them.
+    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not hidden and norms.device.type == "cpu" and norms.numel() > 0:
+        least, most = norms.aminmax()
+        if small <= least.item() <= most.item() <= large:
+            return input, norms, 1.0
+    power = torch.ones_like(norms).masked_fill(norms > large, 2.0 ** (-3 * width // 4))
+    power = power.masked_fill(norms < small, 2.0 ** (3 * width // 4))
+    input = input * power
+    return input, torch.linalg.vector_norm(input, dim=-1, keepdim=True), power
 
 
 def autocasts(device: torch.device) -> bool:

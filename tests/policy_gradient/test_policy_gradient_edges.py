@@ -128,6 +128,19 @@ def test_a_slope_of_zero_is_not_clipped():
     assert torch.autograd.grad(loss, slope)[0].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_slopes_and_rewards_whose_squares_are_no_float32(size):
+    slope, bound = torch.tensor([3.0, -4.0]), 0.5
+    action = torch.zeros(2, requires_grad=True)
+    loss = pg.dpg_loss(action, slope * size, bound)
+    expected = -slope * min(size, bound / 5)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), action)[0], expected, rtol=1e-6, atol=0)
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.25])
+    expected = pg.group_advantages(rewards, baseline="mean", scale="std", epsilon=1e-4)
+    found = pg.group_advantages(rewards * size, baseline="mean", scale="std", epsilon=1e-4 * size)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("reward", [0.1, 1000.1, -1e6 - 0.3])
 def test_equal_rewards_have_no_advantage(baseline, reward):

@@ -436,6 +436,15 @@ def test_the_rotated_gradient_keeps_its_angle_to_the_code():
     torch.testing.assert_close(cosine(found, z), cosine(c, e))
 
 
+@pytest.mark.parametrize("sizes", [(1e30, 1e30), (1e-30, 1e-30), (1e30, 1.0), (1e25, 1e30)], ids=str)
+def test_a_rotation_of_vectors_whose_squares_are_no_float32(sizes):
+    z, e, c = torch.tensor([2.0, 0.5]), torch.tensor([0.3, 1.0]), torch.tensor([4.0, 6.0])
+    far = (z * sizes[0]).requires_grad_()
+    (found,) = torch.autograd.grad((rotation_trick(far, e * sizes[1]) * c).sum(), far)
+    expected = rotation(z.double(), e.double()).T @ c.double()
+    torch.testing.assert_close(found.double() * (sizes[0] / sizes[1]), expected, rtol=1e-5, atol=0)
+
+
 def test_missing_values_stay_missing():
     quantizer = VectorQuantizer(2, 3, generator=seeded())
     assert quantizer.eval()(torch.tensor([[math.nan, 0.0]])).codes.isnan().any()

@@ -720,6 +720,20 @@ def test_a_vector_without_a_direction_has_similarity_zero_and_no_gradient(loss, 
     assert p.grad.abs().max() == z.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("sizes", [(1e-30, 1e-30), (1e30, 1e30), (1e-30, 1e30), (1e20, 1.0)], ids=str)
+@pytest.mark.parametrize("loss", [negative_cosine_similarity, byol_loss], ids=lambda loss: loss.__name__)
+def test_a_cosine_does_not_depend_on_the_sizes_of_its_vectors(loss, sizes):
+    """A closed form of the gradient, whose size is that of 1 / |p|; squares of these entries are no float32."""
+    p, z = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.5]])
+    tiny, huge = (p * sizes[0]).requires_grad_(), z * sizes[1]
+    value = loss(tiny, huge)
+    (found,) = torch.autograd.grad(value, tiny)
+    torch.testing.assert_close(value, loss(p, z))
+    p, z = p / 5, z / z.norm()
+    scale = 1 if loss is negative_cosine_similarity else 2
+    torch.testing.assert_close(found * sizes[0], -scale * (z - (p * z).sum() * p) / 5)
+
+
 def test_saturated_logits_have_finite_gradients():
     far = torch.tensor([[400.0, 0.0, -400.0], [0.0, 300.0, 0.0]], requires_grad=True)
     for loss in (fixmatch_loss, soft_label_loss, mean_teacher_loss):

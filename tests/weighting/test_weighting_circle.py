@@ -159,6 +159,16 @@ def test_an_embedding_without_a_direction_has_no_gradient():
     assert found[:3].abs().sum(1).gt(0).all()
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_angles_do_not_depend_on_the_size_of_embeddings(size):
+    e = _embeddings()["embeddings"].detach().float()
+    scaled = (e * size).requires_grad_()
+    torch.testing.assert_close(circle_loss(scaled, LABELS, m=M, gamma=GAMMA), circle_loss(e, LABELS, m=M, gamma=GAMMA))
+    (found,) = torch.autograd.grad(circle_loss(scaled, LABELS, m=M, gamma=GAMMA), scaled)
+    (expected,) = torch.autograd.grad(circle_loss(e.requires_grad_(), LABELS, m=M, gamma=GAMMA), e)
+    torch.testing.assert_close(found * size, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_missing_embeddings_are_not_hidden():
     """A loss that is no number counts as one: the network has diverged."""
     assert circle_loss(_embeddings()["embeddings"] * torch.nan, LABELS).isnan()

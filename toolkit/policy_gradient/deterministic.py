@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit._checks import number
 from toolkit._random import own_generator
-from toolkit._tensors import bounded, floating, floating_alike, promoted
+from toolkit._tensors import bounded, floating, floating_alike, lengths, promoted
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -99,7 +99,7 @@ def dpg_loss(a_t: Tensor, dqda_t: Tensor, dqda_clipping: float | None = None) ->
     floating_alike(a_t=a_t, dqda_t=dqda_t)
     if dqda_clipping is not None:
         bound = number("dqda_clipping", dqda_clipping, above=0)
-        norm = torch.linalg.vector_norm(dqda_t, dim=-1, keepdim=True)
+        norm = lengths(dqda_t)
         dqda_t = dqda_t * (bound / norm.clamp(min=bound))
     # Not sg(a + dQ/da) - a, whose sum loses a slope that is small beside the action.
     return 0.5 * (stop_gradient(dqda_t, ACTION_TARGET) - (a_t - stop_gradient(a_t, ACTION_TARGET))).square()

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit._tensors import floating, promoted
+from toolkit._tensors import floating, lengths, promoted
 
 __all__ = ["group_advantages"]
 
@@ -69,5 +68,5 @@ def group_advantages(
     advantages = centred * (k / (k - 1)) if baseline == "leave_one_out" else centred
     if scale == "none":
         return advantages
-    deviation: Tensor = torch.linalg.vector_norm(centred, dim=-1, keepdim=True) / (k - 1) ** 0.5
+    deviation: Tensor = lengths(centred) / (k - 1) ** 0.5
     return advantages / (deviation + epsilon)

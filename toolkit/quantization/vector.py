@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit._checks import choice, integer, number
-from toolkit._tensors import common_dtype, floating_alike, in_range, integers, unit, wide
+from toolkit._tensors import common_dtype, floating_alike, in_range, integers, lengths, unit, wide
 from toolkit.blocks import block, no_graph, stop_gradient
 from toolkit.quantization.codebook import (
     averaged_codebook,
@@ -142,16 +142,16 @@ def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
 
 
 def _rotated(step: Tensor, origin: Tensor, ends: Tensor) -> Tensor:
-    """Return ``lambda R step``, from row products alone: no matrix and no unit vectors."""
+    """Return ``lambda R step``, from row products alone: no matrix."""
     precision = torch.finfo(origin.dtype)
-    lengths, radii = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (ends, origin))
-    to_origin, to_ends = (1 / length.clamp(min=precision.tiny) for length in (radii, lengths))
-    opening = 1 + _product(origin * to_origin, ends * to_ends)  # 1 + cosine
-    is_determined = (opening > precision.eps**0.5) & (radii > precision.eps * lengths)
-    along_origin, along_ends = _product(step, origin) * to_origin, _product(step, ends) * to_ends
+    reaches, radii = lengths(ends), lengths(origin)
+    origin, ends = origin / radii.clamp(min=precision.tiny), ends / reaches.clamp(min=precision.tiny)
+    opening = 1 + _product(origin, ends)  # 1 + cosine
+    is_determined = (opening > precision.eps**0.5) & (radii > precision.eps * reaches)
+    along_origin, along_ends = _product(step, origin), _product(step, ends)
     both = (along_origin + along_ends) / opening.clamp(min=precision.eps)
-    turned = step - both * to_origin * origin + (2 * along_origin - both) * to_ends * ends
-    return torch.where(is_determined, lengths * to_origin * turned, step)
+    turned = step - both * origin + (2 * along_origin - both) * ends
+    return torch.where(is_determined, reaches / radii.clamp(min=precision.tiny) * turned, step)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

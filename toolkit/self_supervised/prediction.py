@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, smooth_l1_loss
 
 from toolkit._checks import number
-from toolkit._tensors import floating_alike, wide
+from toolkit._tensors import floating_alike, wide, with_norms
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -180,7 +180,8 @@ def data2vec_loss(prediction: Tensor, layers: Sequence[Tensor] | Tensor, *, beta
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:
     """Return the cosine of each pair of vectors, 0 where one of them is 0: torch's, with a finite gradient there."""
-    x, y = wide(x), wide(y)
-    norms = torch.linalg.vector_norm(x, dim=-1) * torch.linalg.vector_norm(y, dim=-1)
+    x, of_x, _ = with_norms(wide(x))
+    y, of_y, _ = with_norms(wide(y))
+    norms = (of_x * of_y).squeeze(-1)
     none = norms == 0
     return torch.where(none, 0, (x * y).sum(-1) / torch.where(none, 1, norms))

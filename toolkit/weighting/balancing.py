@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import number
-from toolkit._tensors import floating, floating_alike, promoted, tensors
+from toolkit._tensors import floating, floating_alike, lengths, promoted, tensors
 from toolkit.blocks import block, is_blocked, stop_gradient
 
 __all__ = [
@@ -353,8 +353,7 @@ def _norm(name: str, loss: Tensor, parameter: Tensor) -> Tensor:
     if not loss.requires_grad:
         raise ValueError(f"`{name}` should depend on `last_layer`. Found a tensor without a graph.")
     (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True, create_graph=graph, materialize_grads=True)
-    norm: Tensor = torch.linalg.vector_norm(gradient)
-    return norm
+    return lengths(gradient.flatten()).squeeze(-1)
 
 
 def _stacked(losses: Losses, name: str = "losses") -> Tensor:
