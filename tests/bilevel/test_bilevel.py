@@ -456,6 +456,52 @@ def test_torch_func_differentiates_an_implicit_gradient():
     torch.testing.assert_close(found, _hypergradient(p)["log_penalty"])
 
 
+def _cubic(a):
+    """Return the root of ``w + w^3 = a`` by Newton's method, which may be differentiated."""
+    w = torch.zeros_like(a)
+    for _ in range(40):
+        w = w - (w + w**3 - a) / (1 + 3 * w**2)
+    return w
+
+
+def _implicit_cubic(a):
+    return implicit_minimum(lambda w, a: (w**2 / 2 + w**4 / 4 - a * w).sum(), _cubic(a.detach()), a)
+
+
+def test_an_implicit_gradient_is_mapped():
+    """Mapped cotangents, mapped arguments, and both under a second derivative, against the differentiated method."""
+    a = torch.tensor([0.5, -2.0, 1.25], dtype=torch.float64)
+    batch = torch.stack([a, 2 * a, a.flip(0)])
+    for answer in (
+        lambda f: torch.func.jacrev(f)(a),
+        lambda f: torch.func.jacrev(torch.func.jacrev(lambda a: f(a).square().sum()))(a),
+        lambda f: torch.func.vmap(torch.func.grad(lambda a, c: (f(a) * c).sum()), (None, 0))(a, batch),
+        lambda f: torch.func.vmap(f)(batch),
+        lambda f: torch.func.vmap(torch.func.jacrev(f))(batch),
+    ):
+        torch.testing.assert_close(answer(_implicit_cubic), answer(_cubic))
+
+
+def test_a_mapped_tensor_that_would_be_lost_is_refused():
+    a, scales = torch.tensor([0.5, -2.0]), torch.tensor([1.0, 2.0])
+
+    def scaled(scale, a):
+        return implicit_minimum(lambda w, a: (scale * w**2 / 2 - a * w).sum(), a.detach() / scale, a)
+
+    with pytest.raises(ValueError, match=r"tensor of the function that `torch\.func\.vmap` maps over"):
+        torch.func.vmap(scaled, (0, None))(scales, a)
+    with pytest.raises(ValueError, match=r"tensor of the function that `torch\.func\.vmap` maps over"):
+        torch.func.vmap(torch.func.jacrev(scaled, argnums=1), (0, None))(scales, a)
+
+
+def test_modes_without_an_implicit_gradient_are_refused():
+    a = torch.tensor([0.5, -2.0], requires_grad=True)
+    with pytest.raises(NotImplementedError, match="no forward mode"):
+        torch.func.jvp(_implicit_cubic, (a.detach(),), (torch.ones(2),))
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(_implicit_cubic(a), a, torch.eye(2), is_grads_batched=True)
+
+
 @pytest.mark.parametrize("steps", [1, 3, 7])
 def test_the_neumann_series_is_the_gradient_through_the_last_steps_at_a_minimum(steps):
     p = _penalty()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from toolkit._slopes import scalar
 from toolkit._tensors import floating, tensors, wide
@@ -95,7 +96,8 @@ def implicit_root(residual: Residual, solution: Tensor, *args: Tensor, solver: L
 
     The backward pass solves :math:`(\partial F / \partial w)^\top u = \bar w` without forming the matrix, and returns
     :math:`-(\partial F / \partial a)^\top u`. Derivatives of this pass are computed in the same way, so the second and
-    all further orders are those of the theorem as well. Backward passes need the memory of one evaluation of F.
+    all further orders are those of the theorem as well. Backward passes need the memory of one evaluation of F. Under
+    `torch.func.vmap` and `jacrev` the solver runs for one entry after the other.
 
     Args:
         residual: F, called as ``F(w, *args)``; returns the shape of w. Every tensor with a gradient has to be among the
@@ -109,8 +111,9 @@ def implicit_root(residual: Residual, solution: Tensor, *args: Tensor, solver: L
         The value of `solution`.
 
     Raises:
-        ValueError: If `residual` uses a tensor with a gradient that is not among its arguments, whose gradient would be
-            lost in silence.
+        ValueError: If `residual` uses a tensor with a gradient, or one that `torch.func.vmap` maps over, that is not
+            among its arguments.
+        NotImplementedError: In forward mode, and in a backward pass with ``is_grads_batched=True``.
 
     Warns:
         ConvergenceWarning: In a backward pass whose linear solver did not converge.
@@ -174,12 +177,36 @@ def attached(residual: Residual, solution: Tensor, *args: Tensor, solver: Linear
     tensors(solution=solution)
     if not torch.is_grad_enabled():
         return solution
-    if carries_gradient(residual(*constants((solution, *args)))):
+    found = residual(*map(_unmapped, constants((solution, *args))))
+    if _is_mapped(found):
+        raise ValueError(
+            "`args` should have every tensor of the function that `torch.func.vmap` maps over. Found a result that "
+            "depends on another one."
+        )
+    if carries_gradient(found):
         raise ValueError(
             "`args` should have every tensor with a gradient that the function uses. Found a result that depends on "
             "another one, whose gradient would be lost; `torch.func.functional_call` passes the parameters of a module."
         )
     return _implicit(residual, solver, solution, *args)
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _unmapped(tensor: Tensor) -> Tensor:
+    """Return the first entry of a tensor that `torch.func.vmap` maps over, any other tensor unchanged."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        dim = functorch.maybe_get_bdim(tensor)
+        tensor = functorch.get_unwrapped(tensor)
+        if dim >= 0:
+            tensor = tensor.select(dim, 0)
+    return tensor
 
 
 def _implicit(residual: Residual, solver: LinearSolver, solution: Tensor, *args: Tensor) -> Tensor:
@@ -208,6 +235,46 @@ class _Implicit(torch.autograd.Function):
         through = cotangent - _transposed(ctx.residual, solution, args)(u) if of_solution else None
         return None, None, through, *_by_arguments(ctx.residual, solution, args, needed, -u)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        raise NotImplementedError("An implicit gradient has no forward mode: use `torch.func.jacrev` or `vjp`.")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, residual: Residual, solver: LinearSolver, *inputs: Tensor) -> tuple[Tensor, int]:
+        return _one_by_one(info, in_dims[2:], lambda *inputs: _implicit(residual, solver, *inputs), inputs)
+
+
+class _Adjoint(torch.autograd.Function):
+    """The solution u of ``(dF/dw)^T u = b``, without a gradient; solvers look at values, so each b has its own turn."""
+
+    @staticmethod
+    def forward(residual: Residual, solver: LinearSolver, b: Tensor, solution: Tensor, *args: Tensor) -> Tensor:
+        found = solver(_transposed(residual, solution, args), b)
+        warn_unless_converged(found, "The linear solver of an implicit gradient")
+        return found.value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, residual: Residual, solver: LinearSolver, *inputs: Tensor) -> tuple[Tensor, int]:
+        return _one_by_one(info, in_dims[2:], lambda *inputs: _solved(residual, solver, *inputs), inputs)
+
+
+def _solved(residual: Residual, solver: LinearSolver, b: Tensor, solution: Tensor, *args: Tensor) -> Tensor:
+    u: Tensor = _Adjoint.apply(residual, solver, b, solution, *args)  # type: ignore[no-untyped-call]
+    return u
+
+
+def _one_by_one(
+    info: Any, in_dims: Sequence[int | None], function: Callable[..., Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, int]:
+    """Return the results for each entry of a mapped dimension, and their dimension."""
+    paired = list(zip(inputs, in_dims, strict=True))
+    rows = [[x if dim is None else x.select(dim, i) for x, dim in paired] for i in range(info.batch_size)]
+    return torch.stack([function(*row) for row in rows]), 0
+
 
 def _adjoint(residual: Residual, solver: LinearSolver, solution: Tensor, args: Sequence[Tensor], b: Tensor) -> Tensor:
     """Solve ``(dF/dw)^T u = b``. While a graph is recorded, u is the root of this equation with its own gradient."""
@@ -215,12 +282,15 @@ def _adjoint(residual: Residual, solver: LinearSolver, solution: Tensor, args: S
     def equation(u: Tensor, b: Tensor, solution: Tensor, *args: Tensor) -> Tensor:
         return _transposed(residual, solution, args)(u) - b
 
+    if functorch.is_legacy_batchedtensor(b):
+        raise NotImplementedError(
+            "An implicit gradient takes no `is_grads_batched=True` or `vectorize=True`: use `torch.func.jacrev`."
+        )
     with no_graph():
-        found = solver(_transposed(residual, solution, args), b)
-    warn_unless_converged(found, "The linear solver of an implicit gradient")
+        found = _solved(residual, solver, b, solution, *args)
     if not torch.is_grad_enabled():
-        return found.value
-    return _implicit(equation, solver, found.value, b, solution, *args)
+        return found
+    return _implicit(equation, solver, found, b, solution, *args)
 
 
 def _transposed(residual: Residual, solution: Tensor, args: Sequence[Tensor]) -> Operator:
