@@ -29,6 +29,7 @@ __all__ = [
     "in_range",
     "integers",
     "is_dense",
+    "is_visible",
     "kind_of",
     "largest_exponent",
     "lengths",
@@ -117,6 +118,12 @@ def integers(**tensors: Tensor) -> None:
             raise ValueError(f"`{name}` should be a tensor of integers. Found {kind_of(tensor)}.")
 
 
+def is_visible(input: Tensor) -> bool:
+    """Say whether a value can be looked at, at no cost: on other devices the program would wait for it."""
+    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not hidden and input.device.type == "cpu"
+
+
 def unit(input: Tensor) -> Tensor:
     """Return vectors divided by their norms along the last dimension; 0 stays 0 and gets no gradient."""
     vectors, norms, _ = with_norms(input)
@@ -137,9 +144,7 @@ def with_norms(input: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
     norms = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
     width = math.frexp(torch.finfo(input.dtype).max)[1]
     small, large = 2.0 ** (-width // 4), 2.0 ** (3 * width // 8)
-    # One look saves two passes over the vectors; on other devices it would wait for them.
-    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if not hidden and norms.device.type == "cpu" and norms.numel() > 0:
+    if is_visible(norms) and norms.numel() > 0:  # one look saves two passes over the vectors
         least, most = norms.aminmax()
         if small <= least.item() <= most.item() <= large:
             return input, norms, 1.0

@@ -200,6 +200,8 @@ def test_errors_name_the_argument():
     for function in (sinkhorn_loss, sinkhorn_potentials):
         with pytest.raises(ValueError, match=r"`a` should have 2 entries, as `cost` has. Found \(3,\)"):
             function(cost, torch.ones(3), epsilon=1)
+        with pytest.raises(ValueError, match=r"`b` should sum to 1. Found \[3.0\]"):
+            function(cost, torch.tensor([0.5, 0.5]), torch.ones(1, 3), epsilon=1)
         with pytest.raises(ValueError, match="`epsilon` should be positive and finite"):
             function(cost, epsilon=0)
         with pytest.raises(ValueError, match="`iterations` should be a positive integer"):

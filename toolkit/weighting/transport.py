@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit._tensors import floating, largest_exponent, wide
+from toolkit._tensors import floating, is_visible, largest_exponent, wide
 from toolkit.blocks import block, stop_recording
 
 __all__ = ["POTENTIALS", "sinkhorn_loss", "sinkhorn_potentials"]
@@ -26,6 +26,9 @@ POTENTIALS = block(
     "The potentials are optimal for the cost, so the first derivative through them is zero; holding them saves the "
     "backward pass through the iterations.",
 )
+
+# Of a sum of weights: more than the rounding of bfloat16 and the steps of finite differences.
+SLACK = 0.01
 
 
 def sinkhorn_loss(
@@ -43,7 +46,7 @@ def sinkhorn_loss(
 
     Args:
         cost: M, (\*, N, M).
-        a: Weights that sum to 1, (\*, N). None: uniform.
+        a: Weights that sum to 1, (\*, N). None: uniform. With the block open the gradient by a weight of 0 is NaN.
         b: Likewise, (\*, M).
         epsilon: Strength of the entropy, in the units of the cost.
         iterations: Updates of each potential.
@@ -52,7 +55,8 @@ def sinkhorn_loss(
         (\*), in the units of the cost; half precision is computed in float32.
 
     Raises:
-        ValueError: If the shapes do not fit, `epsilon` is not positive, or `iterations` is not a positive integer.
+        ValueError: If the shapes do not fit, weights on the processor do not sum to 1 within 0.01, `epsilon` is not
+            positive, or `iterations` is not a positive integer.
 
     References:
         Cuturi, "Sinkhorn distances: lightspeed computation of optimal transport", 2013. Feydy, Séjourné, Vialard,
@@ -128,6 +132,8 @@ def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -
             floating(**{name: weights})
         if weights is not None and weights.shape[-1:] != (n,):
             raise ValueError(f"`{name}` should have {n} entries, as `cost` has. Found {tuple(weights.shape)}.")
+        if weights is not None and is_visible(weights) and ((weights.sum(-1) - 1).abs() > SLACK).any():
+            raise ValueError(f"`{name}` should sum to 1. Found {weights.sum(-1).tolist()}.")
         found.append(cost.new_full((n,), 1 / n) if weights is None else wide(weights))
     leading = [tuple(each.shape) for each in (cost[..., 0, 0], found[0][..., 0], found[1][..., 0])]
     with suppress(RuntimeError):
