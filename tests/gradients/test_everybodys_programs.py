@@ -455,6 +455,31 @@ def test_functions_that_users_wrote(program):
     _ask(program, TENSOR)
 
 
+def test_a_function_of_an_inner_derivative_makes_no_path_of_zeros_behind_a_block():
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * y
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            x, y = ctx.saved_tensors
+            return cotangent * y, cotangent * x
+
+    u, v, w = _leaf(0, 3), _leaf(1, 3), _leaf(2, 3)
+
+    def loss():
+        x, y = w * 1.0, u * stop_gradient(v.sin(), "everybody.scale")
+        output = x + y.detach() * stop_gradient(Product.apply(x, y), "everybody.product")
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return (w + slope).sum()
+
+    for found in (compare(loss, {"u": u, "v": v, "w": w}), audit(loss, {"u": u, "v": v, "w": w})):
+        assert found.effects[0].verdict.kind in ("redundant", "no-op")
+        assert not found.effects[0].leak
+
+
 def test_an_auxiliary_loss_behind_a_block_trains_nothing():
     loss, nets = mixture_of_experts(lambda input: stop_gradient(input, "everybody.teacher"))
     found = compare(loss, nets)

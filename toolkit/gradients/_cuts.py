@@ -364,7 +364,7 @@ class CutBoard(GateBoard):
 
     def derive(self, roots: Collection[Any], ends: Collection[Any] | None) -> None:
         """Prepare for a derivative that the program takes: blocks on its paths, once they are open, are `inner`."""
-        super().derive(roots, ends)
+        self.close_regions(roots)
         if self._in_forward:
             nodes = {node for root in roots for node in reachable_nodes(root, EVERY_BLOCK)}
             self.inner.update(*map(gate_of, nodes if ends is None else self._leading_to(ends, nodes)))

@@ -293,8 +293,14 @@ class GateBoard(Gates):
         """Raise another error in the place of that of a call, if the board is its cause."""
 
     def derive(self, roots: Collection[Any], ends: Collection[Any] | None) -> None:
-        """Prepare for a derivative that the program takes from these nodes by `ends`; see `_ends_of`."""
+        """Prepare for a derivative that the program takes from these nodes by `ends`; see `_ends_of`.
+
+        A custom function runs in it with zeros behind a closed gate, and its result keeps a path that no plain run has.
+        """
         self.close_regions(roots)
+        if self.linear and self.meetings:
+            nodes = (node for root in roots for node in reachable_nodes(root, EVERY_BLOCK))
+            self.linear = not any(map(is_foreign, nodes))
 
     def deriving(self) -> AbstractContextManager[None]:
         """Make the context of a derivative that the program takes."""
