@@ -406,6 +406,26 @@ def test_a_copy_leaves_the_graph_where_the_script_copies(write, tmp_path):
     assert "leaves the graph: deepcopy() at train.py:5:8" in found.stdout, found.stdout
 
 
+def test_a_number_that_the_standard_library_takes_leaves_where_the_script_asks(write, tmp_path):
+    write(
+        """
+        import logging
+        import statistics
+        import torch
+        logging.basicConfig(level=logging.INFO)
+        w = torch.tensor([3.0], requires_grad=True)
+        loss = (w * w.detach()).sum()
+        logging.info("loss %.4f", loss)
+        mean = statistics.fmean([loss, loss])
+        loss.backward()
+        """
+    )
+    found = _run(tmp_path, "train.py")
+    assert "INFO:root:loss 9.0000" in found.stderr
+    left = [line for line in found.stdout.splitlines() if line.startswith("leaves the graph")]
+    assert [line.partition(" at ")[2] for line in left] == ["train.py:8:1", "train.py:9:8"], found.stdout
+
+
 @pytest.mark.parametrize(
     ("loss", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import itertools
 import os
@@ -13,7 +14,19 @@ from typing import Any
 from toolkit.gradients._parts import INSTALLED
 from toolkit.gradients._places import TOOLKIT, TORCH
 
-__all__ = ["calling_frame", "is_decorating", "is_machinery", "opens_with", "outside_of_wrapper", "passes_on", "span"]
+__all__ = [
+    "calling_frame",
+    "is_decorating",
+    "is_machinery",
+    "is_standard",
+    "opens_with",
+    "outside_of_wrapper",
+    "passes_on",
+    "span",
+]
+
+# The folder of the standard library; installed packages may lie in it.
+_STANDARD = str(Path(copy.__file__).parent) + "/"
 
 # Parts of torch that are models, not internals: their stops concern the user.
 _MODELS = tuple(
@@ -41,6 +54,11 @@ def calling_frame() -> FrameType:
 def is_machinery(file: str) -> bool:
     """Return whether code in a file is an internal of torch or of this library."""
     return file.startswith((TOOLKIT, TORCH)) and not file.startswith(_MODELS)
+
+
+def is_standard(frame: FrameType) -> bool:
+    """Return whether a frame runs code of Python's standard library, not of a file of the user with such a name."""
+    return frame.f_code.co_filename.startswith(_STANDARD) and _package(frame) in sys.stdlib_module_names
 
 
 def outside_of_wrapper(frame: FrameType, kind: str) -> FrameType:

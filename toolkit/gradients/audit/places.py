@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,14 @@ from toolkit.gradients._nodes import reachable_nodes
 from toolkit.gradients._places import TOOLKIT, TORCH, decorated
 from toolkit.gradients._snapshot import Kept
 from toolkit.gradients._threads import this_thread
-from toolkit.gradients.audit._frames import calling_frame, is_machinery, outside_of_wrapper, passes_on, span
+from toolkit.gradients.audit._frames import (
+    calling_frame,
+    is_machinery,
+    is_standard,
+    outside_of_wrapper,
+    passes_on,
+    span,
+)
 
 __all__ = ["BareBlocks", "Escape", "Replacement"]
 
@@ -248,11 +254,16 @@ class BareBlocks:
 
     def site_of_escape(self, frame: FrameType | None) -> Site | None:
         """Return the user's place above a frame, or None if a value that leaves the graph there is no matter."""
-        while frame is not None and (frame.f_code.co_filename.startswith((TORCH, copy.__file__)) or passes_on(frame)):
+        while frame is not None and _hands_on(frame):
             frame = frame.f_back
         if frame is None or is_machinery(frame.f_code.co_filename) or not self.is_mine():
             return None
         return site_of(frame)
+
+
+def _hands_on(frame: FrameType) -> bool:
+    """Return whether the place is that of the caller: torch and the standard library act for it, as `logging` does."""
+    return frame.f_code.co_filename.startswith(TORCH) or is_standard(frame) or passes_on(frame)
 
 
 def _is_stopped(tensor: Tensor) -> bool:
