@@ -711,6 +711,7 @@ def test_stops_outside_of_the_graph_are_counted_and_listed():
     drawn = page(answer, "step", "command")
     assert "<h2>Not opened</h2>" in drawn.partition("<h2>Outside of the graph</h2>")[0]
     assert drawn.count("It ran, and no path of this loss crosses it.") == 2
+    assert f"to 1 parameters, cut by {answer.effects[0].name}<" in drawn
     assert logged > 0
 
 

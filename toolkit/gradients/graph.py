@@ -118,7 +118,8 @@ class Graph:
 
     @property
     def _title(self) -> str:
-        cut = f", cut by {', '.join(self.blocks)}" if self.blocks else ""
+        cutting = [block for block in self.blocks if any(block in node.blocks for node in self._nodes)]
+        cut = f", cut by {', '.join(cutting)}" if cutting else ""
         return f"The way of a gradient from the loss to {len(self.parameters)} parameters{cut}"
 
     @property
