@@ -232,7 +232,7 @@ def test_the_page_marks_the_words_that_stop(program):
     assert "<i>ümlaut</i>" in "".join(page.text)  # escaped: it is text, not a tag
     assert "<p>The value leaves the graph.</p>" in text
     assert "<p>Only this keeps the gradient from <code>" in text
-    assert "<p>Without this the gradient is another one.</p>" in text
+    assert "<p>Without this stop the gradient changes.</p>" in text
     assert re.search(r"<p>\d+ stops?: [^<]+\.</p>", text)
     assert re.search(r"<figure[^>]*>\s*<svg", text)
     assert "<footer><code>stopgrad" in text

@@ -97,9 +97,9 @@ def _says(verdict: Verdict) -> str:
     parameters = f"<code>{_text(', '.join(verdict.parameters))}</code>"
     return {
         "cuts": f"<p>Only this keeps the gradient from {parameters}.</p>",
-        "makes": f"<p>Without this the gradient of {parameters} is zero.</p>",
-        "partial": "<p>Without this the gradient is another one.</p>",
-        "redundant": "<p>Without this the gradient is the same, up to rounding.</p>",
+        "makes": f"<p>Without this stop the gradient of {parameters} is zero.</p>",
+        "partial": "<p>Without this stop the gradient changes.</p>",
+        "redundant": "<p>Without this stop the gradient is the same, up to rounding.</p>",
         "noise": "<p>Whether the gradient changes without this cannot be told: rounding is as large.</p>",
     }.get(verdict.kind, "")
 
