@@ -12,11 +12,17 @@ import torch
 
 from toolkit.blocks import Site, site_of
 
-__all__ = ["TOOLKIT", "TORCH", "decorated", "serves_toolkit", "user_site"]
+__all__ = ["TOOLKIT", "TORCH", "decorated", "folder_of", "serves_toolkit", "user_site"]
+
+
+def folder_of(file: str) -> str:
+    """Return the folder of a file, with a separator at its end."""
+    return str(Path(file).parent) + os.sep
+
 
 # The folders of the code of torch and of this library.
-TORCH = os.path.join(Path(torch.__file__).parent, "")  # noqa: PTH118 - a Path ends without its separator
-TOOLKIT = os.path.join(Path(__file__).parent.parent, "")  # noqa: PTH118
+TORCH = folder_of(torch.__file__)
+TOOLKIT = folder_of(str(Path(__file__).parent))
 
 
 def serves_toolkit(frame: FrameType | None) -> bool:

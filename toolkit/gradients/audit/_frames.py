@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from toolkit.gradients._parts import INSTALLED
-from toolkit.gradients._places import TOOLKIT, TORCH
+from toolkit.gradients._places import TOOLKIT, TORCH, folder_of
 
 __all__ = [
     "calling_frame",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # The folder of the standard library; installed packages may lie in it.
-_STANDARD = str(Path(copy.__file__).parent) + "/"
+_STANDARD = folder_of(copy.__file__)
 
 # Parts of torch that are models, not internals: their stops concern the user.
 _MODELS = tuple(
