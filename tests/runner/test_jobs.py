@@ -430,7 +430,8 @@ def test_a_run_ends_with_its_verdicts_the_page_and_the_next_command(tmp_path):
     assert count.startswith("1 config in ")
     assert page == f"page: {tmp_path}/results/index.html"
     assert (tmp_path / "results" / "index.html").is_file()
-    assert following.startswith(f"next: stopgrad report --results {tmp_path}/results")
+    command = f"stopgrad report --results {tmp_path}/results --single report.html"
+    assert following == f"next: {command}, for one file to send"
 
 
 def test_the_first_page_is_drawn_before_the_last_unit_has_run(tmp_path, monkeypatch):

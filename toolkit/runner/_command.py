@@ -144,7 +144,7 @@ def _run(configs: Sequence[LoadedConfig], results: Path, **options: Any) -> None
     if not drawn:
         sys.exit(1)
     command = ["stopgrad", "report", *([] if results == Path("results") else ["--results", str(results)])]
-    click.echo(f"next: {shlex.join(command)}, or one file to send: {shlex.join([*command, '--single', 'report.html'])}")
+    click.echo(f"next: {shlex.join([*command, '--single', 'report.html'])}, for one file to send")
 
 
 class _Pages:
