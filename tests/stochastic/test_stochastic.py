@@ -782,6 +782,21 @@ def test_vimco_enumerated():
     assert -opened.item() == pytest.approx(0.3158191258, abs=1e-10)
 
 
+@pytest.mark.parametrize("k", [2, 5])
+def test_second_derivatives_of_vimco_with_its_block_open(k):
+    """Against the definition, which takes each geometric mean on its own."""
+    log_weights, log_probs = (torch.randn(k, generator=seeded(seed), dtype=torch.float64) for seed in (1, 2))
+
+    def definition(w):
+        means = [(w.sum() - w[i]) / (k - 1) for i in range(k)]
+        without = torch.stack([torch.cat([w[:i], means[i][None], w[i + 1 :]]).logsumexp(0) for i in range(k)])
+        return math.log(k) - w.logsumexp(0) - (log_probs * (w.logsumexp(0) - without)).sum()
+
+    with unblock(stochastic.VIMCO_SIGNAL):
+        found = torch.autograd.functional.hessian(lambda w: vimco_loss(w, log_probs), log_weights)
+    torch.testing.assert_close(found, torch.autograd.functional.hessian(definition, log_weights))
+
+
 def test_vimco_with_many_samples_and_weights_of_zero():
     """Against the definition, a log-sum for each sample; a weight of zero pulls the geometric mean to zero."""
     log_w = torch.randn(40, 3, generator=seeded(), dtype=torch.float64) * 20

@@ -13,18 +13,17 @@ Scan = Callable[[Tensor, int], Tensor]
 Join = Callable[[Tensor, Tensor], Tensor]
 
 
-def of_the_others(values: Tensor, scan: Scan, zero: float, join: Join) -> Tensor:
+def of_the_others(values: Tensor, scan: Scan, join: Join) -> Tensor:
     """Return, for each entry along dimension 0, the sum of the other ones.
 
-    It is the sum of those before joined with that of those after: nothing is subtracted, so nothing cancels.
+    It is the sum of those before joined with that of those after: nothing is subtracted, so nothing cancels. The sum of
+    no values is never joined: for a log-sum it is ``-inf``, where `torch.logaddexp` has no second derivative.
 
     Args:
         values: (S, *), S at least 2.
         scan: The cumulative sum along a dimension.
-        zero: The sum of no values.
         join: The sum of two sums.
     """
-    edge = torch.full_like(values[:1], zero)
-    before = torch.cat([edge, scan(values[:-1], 0)])
-    after = torch.cat([scan(values[1:].flip(0), 0).flip(0), edge])
-    return join(before, after)
+    before = scan(values[:-1], 0)
+    after = scan(values[1:].flip(0), 0).flip(0)
+    return torch.cat([after[:1], join(before[:-1], after[1:]), before[-1:]])

@@ -253,5 +253,5 @@ def _weighted(weights: Tensor, terms: Tensor) -> Tensor:
 def _without_each(log_weights: Tensor) -> Tensor:
     """Return the log-sum of weights with each of them in turn replaced by the geometric mean of the others."""
     k = len(log_weights)
-    mean = of_the_others(log_weights, torch.cumsum, 0.0, torch.add) / (k - 1)
-    return torch.logaddexp(of_the_others(log_weights, torch.logcumsumexp, -math.inf, torch.logaddexp), mean)
+    mean = of_the_others(log_weights, torch.cumsum, torch.add) / (k - 1)
+    return torch.logaddexp(of_the_others(log_weights, torch.logcumsumexp, torch.logaddexp), mean)

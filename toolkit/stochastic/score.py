@@ -115,7 +115,7 @@ def leave_one_out(costs: Tensor) -> Tensor:
     """
     costs = promoted(costs)
     several("costs", costs, 2)
-    means = of_the_others(wide(costs), torch.cumsum, 0.0, torch.add) / (len(costs) - 1)
+    means = of_the_others(wide(costs), torch.cumsum, torch.add) / (len(costs) - 1)
     return means.to(costs.dtype)
 
 
