@@ -914,6 +914,27 @@ def test_a_switch_back_inside_of_a_region_does_not_switch_recording_on(is_on):
     assert region.reason == "`is_grad_enabled()` answers in it as if it were closed"
 
 
+@pytest.mark.parametrize("kind", ["closure", "class", "instance", "static"])
+def test_a_closure_or_a_class_that_holds_the_question_gets_the_plain_answer(kind):
+    class Asking:
+        is_on = torch.is_grad_enabled
+        is_static = staticmethod(torch.is_grad_enabled)
+
+    held, before = torch.is_grad_enabled, dict(vars(Asking))
+    kinds = {"closure": lambda: held(), "class": lambda: Asking.is_on(), "instance": lambda: Asking().is_on()}
+    is_on = {**kinds, "static": lambda: Asking().is_static()}[kind]
+    w = torch.tensor(3.0, requires_grad=True)
+    with audited({"w": w}) as step:
+        with torch.no_grad():
+            scale = w * w if is_on() else 2 * w
+        (w * scale).backward()
+    assert w.grad == 6
+    (region,) = step.audits[0].unopened
+    assert region.reason == "`is_grad_enabled()` answers in it as if it were closed"
+    assert held is torch.is_grad_enabled
+    assert dict(vars(Asking)) == before
+
+
 def _leaks(answer, name=""):
     """Return parameter -> leak of the block, or of the only one."""
     (effect,) = [effect for effect in answer.audits[0].effects if not name or effect.name == name]

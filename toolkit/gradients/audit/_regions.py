@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Collection, Mapping
-from types import FrameType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
@@ -203,7 +204,9 @@ class RegionStops:
 
     def _names_of(self, function: Any) -> list[tuple[Any, str]]:
         """Return the modules that have imported a function. Where regions are recorded, its aliases count as well."""
-        return _naming(function, by_any_name=self._bare.close_regions is not None)
+        if self._bare.close_regions is None:
+            return _naming(function, by_any_name=False)
+        return [*_naming(function, by_any_name=True), *_holding(function)]
 
     def _before(self, _: Any) -> Any:
         """Give the program the `prev` that a context has in the plain program; torch reads the real one."""
@@ -252,6 +255,22 @@ def _naming(function: Any, *, by_any_name: bool) -> list[tuple[Any, str]]:
         variables = getattr(module, "__dict__", {})
         names = list(variables) if by_any_name else (name,)
         found += [(module, known) for known in names if variables.get(known) is function]
+    return found
+
+
+def _holding(function: Any) -> list[tuple[Any, str]]:
+    """Return the closures and the classes that hold a function, those of torch left out, and its name there."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
+    holders = gc.get_referrers(function)
+    holders += gc.get_referrers(*(holder for holder in holders if isinstance(holder, staticmethod)))
+    cells = {id(holder): holder for holder in holders if isinstance(holder, CellType)}
+    found: list[tuple[Any, str]] = [(cell, "cell_contents") for cell in cells.values()]
+    bodies = (holder for holder in holders if isinstance(holder, dict) and "__module__" in holder)
+    for owner in dict.fromkeys(holder for holder in gc.get_referrers(*bodies) if isinstance(holder, type)):
+        for name, value in vars(owner).items():
+            if getattr(value, "__func__", value) is function and not _is_left_out(owner.__module__):
+                found.append((owner, name))
     return found
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType, CellType
 from typing import Any, Protocol
 
 import torch
@@ -92,13 +93,15 @@ def _attributes(attributes: Iterable[Replacement]) -> Iterator[None]:
     originals = []
     try:
         for owner, name, make in attributes:
-            original = owner.__dict__.get(name)
+            original = getattr(owner, name) if isinstance(owner, CellType) else owner.__dict__.get(name)
             if owner is Tensor and name == "data":
                 inherited = torch._C.TensorBase.__dict__["data"]
             else:
                 inherited = original.__func__ if isinstance(original, staticmethod) else getattr(owner, name, None)
             originals.append((owner, name, original))
-            setattr(owner, name, make(inherited))
+            new = make(inherited)
+            is_unbound = isinstance(owner, type) and isinstance(original, (BuiltinFunctionType, staticmethod))
+            setattr(owner, name, staticmethod(new) if is_unbound else new)
         yield
     finally:
         for owner, name, original in reversed(originals):
