@@ -957,6 +957,13 @@ def test_a_best_value_of_zero_is_told_from_small_values():
     assert best_at - low_at > 10, "the picture is 200 high"
 
 
+@pytest.mark.parametrize(("n_evaluations", "n_dots"), [(2, 2), (6, 6), (7, 0)])
+def test_a_curve_of_few_evaluations_shows_each_of_them(n_evaluations, n_dots):
+    steps = [float(step) for step in range(n_evaluations)]
+    svg = draw_curves("error", "step", [_band(steps, [steps])], [])
+    assert svg.count('class="dot"') == n_dots
+
+
 def test_an_angle_is_the_same_in_the_picture_and_in_its_sentence():
     effects = [{"ratio": 1.0, "cosine": math.cos(math.radians(angle)), "leak": 0.2} for angle in (9, 17)]
     records = [Record(i, {"comparison": {"first": {"effects": {"a": effect}}}}, {}) for i, effect in enumerate(effects)]

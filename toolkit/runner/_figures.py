@@ -51,6 +51,9 @@ _LONG = 5.0
 # Two values of a sweep that differ by more than this factor make its axis logarithmic.
 _WIDE_SWEEP = 30.0
 
+# A curve of at most so many evaluations shows each as a dot: a line alone would look like a course that was measured.
+_FEW = 6
+
 
 @dataclass(frozen=True)
 class Arrow:
@@ -239,6 +242,8 @@ def draw_curves(
         )
         shades += area([*lows, *highs[::-1]], band.colour)
         lines += line(middles, band.key, 3 if index == 0 else 2)
+        if len(middles) <= _FEW:
+            lines += "".join(dot(x, y, 3.5, band.colour) for x, y in middles)
     parts += shades + lines
     for level in levels:
         parts += line([(x, up.place(level.value)) for x in (across.start, across.end)], level.key, 1.5)
