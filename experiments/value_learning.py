@@ -11,13 +11,14 @@ r"""Values of a Markov chain by temporal differences: the label held constant, a
   minimum of the residual gradient's loss too. Labels come from a target network, and two blocks guard the same path:
   one on the copy of the parameters, one on the label.
 - ``distribution``: the random walk with a distribution of returns on fixed atoms for each state, as in C51.
+- ``quantiles``: the same with the quantiles of the returns of each state, as in QR-DQN.
 
 References:
     Sutton and Barto, "Reinforcement learning: an introduction", 2018, examples 6.2, 6.6 and 7.1, sections 11.2,
     11.7.
     Baird, "Residual algorithms: reinforcement learning with function approximation", 1995.
 
-S states, E episodes of at most T steps, N transitions, K atoms.
+S states, E episodes of at most T steps, N transitions, K atoms or quantiles.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from toolkit.value_learning import (
     gtd2_loss,
     incremental_update,
     q_learning,
+    quantile_q_learning,
     td_lambda,
     td_learning,
     tdc_loss,
@@ -52,19 +54,19 @@ class Config(ExperimentConfig):
     """Values of an experiment on temporal differences.
 
     Attributes:
-        task: ``"random_walk"``, ``"baird"``, ``"cliff"`` or ``"distribution"``; see the module.
-        n_states: random_walk, distribution: S, an odd number; episodes begin in the middle.
-        n_episodes: random_walk, distribution: E.
+        task: ``"random_walk"``, ``"baird"``, ``"cliff"``, ``"distribution"`` or ``"quantiles"``; see the module.
+        n_states: random_walk, distribution, quantiles: S, an odd number; episodes begin in the middle.
+        n_episodes: random_walk, distribution, quantiles: E.
         lambda_: random_walk: the lambda of the training.
         swept_lambdas: random_walk: the lambdas for which the fixed point is computed.
-        n_atoms: distribution: number of atoms from 0 to 1.
+        n_atoms: distribution: number of atoms from 0 to 1; quantiles: number of quantiles.
         discount: baird, cliff: the discount of a step.
         batch_size: baird: number of transitions of an update.
         estimate_rate: baird: step size of the second weights of GTD2 and TDC, in multiples of the learning rate.
         target_rate: cliff: step size of the target network towards the online one; 1 is a copy in every update.
     """
 
-    task: Literal["random_walk", "baird", "cliff", "distribution"]
+    task: Literal["random_walk", "baird", "cliff", "distribution", "quantiles"]
     n_states: Annotated[int, Field(ge=3)] = 5
     n_episodes: Annotated[int, Field(ge=1)] = 100
     lambda_: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -78,7 +80,13 @@ class Config(ExperimentConfig):
 
 def run(config: Config, seed: int) -> Run:
     """Return one seeded run of the config's task."""
-    tasks = {"random_walk": _random_walk, "baird": _baird, "cliff": _cliff, "distribution": _distribution}
+    tasks = {
+        "random_walk": _random_walk,
+        "baird": _baird,
+        "cliff": _cliff,
+        "distribution": _distribution,
+        "quantiles": _quantiles,
+    }
     return tasks[config.task](config, seed)
 
 
@@ -412,6 +420,60 @@ def _distribution(config: Config, seed: int) -> Run:
         optimizer=torch.optim.Adam([logits], lr=config.learning_rate),
         target=target,
         events=[Event(says="the distributions became narrow", metric="entropy of the distributions (nats)", below=0.3)],
+    )
+
+
+def _quantiles(config: Config, seed: int) -> Run:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config.dtype)
+    walk = Walk.sampled(config.n_states, config.n_episodes, generator, dtype)
+    before, rewards, discounts, after, shares = _counted(walk)
+    truth = true_values(config.n_states).to(dtype)
+    probabilities = (torch.arange(config.n_atoms, dtype=dtype) + 0.5) / config.n_atoms
+    quantiles = torch.rand(config.n_states, config.n_atoms, generator=generator, dtype=dtype).requires_grad_()
+
+    def loss() -> Tensor:
+        following = torch.cat([quantiles, torch.zeros_like(quantiles[:1])])[after][..., None]  # the only action
+        losses = quantile_q_learning(
+            quantiles[before][..., None],
+            probabilities,
+            torch.zeros_like(before),
+            rewards,
+            discounts,
+            following,
+            following,
+            huber_param=0.0,
+        )
+        return (shares * losses).sum()
+
+    @torch.no_grad()
+    def target() -> dict[str, Tensor]:
+        """Return the share of the labels below each quantile, less its probability."""
+        labels = torch.where(discounts[:, None] > 0, torch.cat([quantiles, quantiles[:1]])[after], rewards[:, None])
+        below = (labels[:, None] < quantiles[before][..., None]).to(dtype).mean(-1)
+        slopes = shares[:, None] * (below - probabilities)
+        return {"quantiles": torch.zeros_like(quantiles).index_add(0, before, slopes)}
+
+    def evaluate() -> dict[str, float]:
+        return {
+            "objective": _rms(quantiles.detach().mean(-1) - truth),
+            "spread of the quantiles (standard deviation)": quantiles.detach().std(-1, correction=0).mean().item(),
+        }
+
+    return Run(
+        parameters={"quantiles": quantiles},
+        loss=loss,
+        objective=Objective(label="error of the means (root mean square)", higher_is_better=False),
+        evaluate=evaluate,
+        optimizer=torch.optim.Adam([quantiles], lr=config.learning_rate),
+        target=target,
+        events=[
+            Event(
+                says="the quantiles met in one point",
+                metric="spread of the quantiles (standard deviation)",
+                below=0.03,
+            )
+        ],
     )
 
 
