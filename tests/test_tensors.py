@@ -5,6 +5,8 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from toolkit._tensors import bounded, exponential_remainder, lengths, unit
 
@@ -75,3 +77,13 @@ def test_norms_of_zeros_missing_and_no_vectors():
     assert slope[0].tolist() == [0, 0]
     assert lengths(torch.ones(0, 2)).shape == (0, 1)
     assert lengths(torch.ones(2, 0)).tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_traced_program_takes_the_norms_of_any_vectors(mode):
+    """Tracers have no values to look at; the graph is right for vectors of other sizes than the traced ones."""
+    vectors = torch.tensor([[3.0, -4.0], [1e-30, 2e-30]])
+    graph = make_fx(lengths, tracing_mode=mode)(torch.ones(2, 2))
+    assert torch.equal(graph(vectors), lengths(vectors))
+    with FakeTensorMode():
+        assert lengths(torch.empty(3, 2)).shape == (3, 1)

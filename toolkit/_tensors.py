@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 __all__ = [
     "HALF",
@@ -120,8 +121,9 @@ def integers(**tensors: Tensor) -> None:
 
 def is_visible(input: Tensor) -> bool:
     """Say whether a value can be looked at, at no cost: on other devices the program would wait for it."""
-    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return not hidden and input.device.type == "cpu"
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_in_torch_dispatch_mode():
+        return False
+    return type(input) in (Tensor, torch.nn.Parameter) and input.device.type == "cpu"
 
 
 def unit(input: Tensor) -> Tensor:
