@@ -8,10 +8,10 @@ How the switch is made, and why it is not simpler:
 - In eager mode the set of open blocks lives in a `ContextVar`: a thread that opens a block affects no other thread.
 - Dynamo cannot read a `ContextVar`, so a function under `torch.compile` reads a module global instead. Dynamo guards
   that global: opening a block recompiles, and closing it returns to the first graph.
-- While nothing is open anywhere, `stop_gradient` looks at no more than one global before it detaches.
-- A comparison (`toolkit.gradients`) hands in its gates through `gated`; this room knows nothing of it.
+- While no block is open in any thread, `stop_gradient` reads a single global before it detaches.
+- A comparison (`toolkit.gradients`) passes in its gates through `gated`; this package does not import it.
 
-`primitive` has the public functions; the files behind it are the switch, names and places, eager and compiled code, and
+`primitive` has the public functions. The private files have the switch, names and places, eager and compiled code, and
 trees of tensors.
 """
 

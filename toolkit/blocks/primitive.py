@@ -1,4 +1,4 @@
-"""The public functions: how a block is declared, put in place, opened, asked for and found again."""
+"""The public functions: declare a block, put it in place, open it, ask whether it is in place, find it in a program."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _PLAIN: frozenset[type] = frozenset({Tensor, torch.nn.Parameter})
 
 
 def block(name: str, why: str) -> Block:
-    """Declare a block, once, at module level. A name that was only used ad hoc so far becomes this block.
+    """Declare a block, once, at module level. An ad-hoc block of the same name becomes this block.
 
     Args:
         name: ``"<module>.<quantity>"``.
@@ -63,7 +63,7 @@ def block(name: str, why: str) -> Block:
 
     Raises:
         ValueError: If the name is empty or taken, or the reason is empty.
-        TypeError: If either is not a string.
+        TypeError: If the name or the reason is not a string.
 
     Example:
         >>> from toolkit import block, stop_gradient
@@ -103,24 +103,24 @@ def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow 
     memory; no copy. Because the memory is shared, an in-place operation on the result changes `input` as well.
 
     Args:
-        input: A tensor of any kind, or a tree of tensors: a dict, list, tuple, namedtuple, deque, dataclass, or a class
-            that is registered with `torch.utils._pytree`, of such trees. Leaves without a derivative pass: tensors of
-            integers and booleans, numbers, NumPy arrays, strings, bytes, dtypes, devices, None. A
-            `torch.nn.Parameter` comes back as a `Tensor`.
-        name: The block. A string names an ad-hoc block, prefixed by `scope`, or a declared one. Without a name the
-            block is known by its place in the source: ``file:line:column``, with the file as seen from the current
-            folder, or else from where Python imports it.
-        on_flow: The fate of a derivative that arrives here. ``"stop"``: it ends. ``"error"``: a `GradientFlowError` is
-            raised, with the block and its place, for a path on which no derivative should ever come (TensorFlow's
-            ``prevent_gradient``). It is raised in the backward pass, and in forward mode as soon as a tangent comes.
-            A comparison shows the derivatives that arrive at such a block, and raises nothing. Compiled code has no
-            such block: ``torch.compile`` runs it in between its graphs, or refuses with ``fullgraph=True``;
-            ``torch.export`` refuses.
+        input: A tensor of any kind, or a tree of tensors: nested dicts, lists, tuples, namedtuples, deques, dataclasses
+            and classes registered with `torch.utils._pytree`. Leaves without a derivative are accepted: integer and
+            boolean tensors, numbers, NumPy arrays, strings, bytes, dtypes, devices, None. A `torch.nn.Parameter` comes
+            back as a `Tensor`.
+        name: The block. A string names a declared block, or an ad-hoc block, whose name is prefixed by `scope`. Without
+            a name the block is known by its place in the source: ``file:line:column``, with the file relative to the
+            current folder, or else to the folder from which Python imports it.
+        on_flow: The treatment of a derivative that arrives at the block. ``"stop"`` ends it. ``"error"`` raises a
+            `GradientFlowError` with the block and its place, for a path that no derivative should ever take
+            (TensorFlow's ``prevent_gradient``): in the backward pass, and in forward mode as soon as a tangent arrives.
+            A comparison shows the derivatives that arrive at such a block, and raises nothing. Such a block is never
+            compiled: ``torch.compile`` runs it between its graphs, or refuses with ``fullgraph=True``; ``torch.export``
+            refuses.
 
     Raises:
-        TypeError: If `input` holds anything else; the message names the type.
-        ValueError: If `on_flow` is neither of the two.
-        RuntimeError: If ``on_flow="error"`` is met in a full graph or an export.
+        TypeError: If `input` holds any other object; the message names its type.
+        ValueError: If `on_flow` is neither ``"stop"`` nor ``"error"``.
+        RuntimeError: If ``on_flow="error"`` is used under ``fullgraph=True`` or ``torch.export``.
 
     Example:
         >>> x = torch.tensor(3.0, requires_grad=True)
@@ -169,10 +169,10 @@ class _Region(contextlib._GeneratorContextManager[None]):
 def stop_recording(name: Block | str) -> Generator[None, None, None]:
     """Compute a region as a constant: inside it no graph is built while the block is in place.
 
-    The region form of `stop_gradient` (TensorFlow's ``tape.stop_recording``). Because the graph is never built, the
-    peak of memory is saved too, where `stop_gradient` only frees afterwards. Unlike `torch.no_grad` it stops
-    forward-mode derivatives as well; `torch.compile` leaves the region out of its graph then. As a decorator it takes
-    functions and generator functions, whose region ends at each ``yield`` and goes on behind it.
+    The region form of `stop_gradient` (TensorFlow's ``tape.stop_recording``). The graph is never built, so the region
+    also lowers the peak of memory; `stop_gradient` only frees a graph that was built. Unlike `torch.no_grad` the region
+    stops forward-mode derivatives as well; `torch.compile` leaves it out of its graph in forward mode. As a decorator
+    it accepts functions and generator functions; in a generator the region ends at each ``yield`` and resumes after it.
 
     Args:
         name: The block, as in `stop_gradient`.
@@ -234,10 +234,11 @@ def _warn_in_trace(key: str) -> None:
 
 @contextmanager
 def unblock(*names: Block | str) -> Iterator[None]:
-    """Open blocks for the length of a ``with``: values pass, and the gradient too.
+    """Open blocks inside of a ``with``: there they pass the gradient as well as the value.
 
     Args:
-        *names: Blocks or their names. None at all opens nothing, so that a list of variants needs no special case.
+        *names: Blocks or their names. Without names no block is opened, so that a list of variants needs no special
+            case.
 
     Raises:
         ValueError: On entry, if a name is unknown; the message has the close matches.
@@ -270,9 +271,9 @@ def unblock(*names: Block | str) -> Iterator[None]:
 
 
 def is_blocked(name: Block | str) -> bool:
-    """Say whether a block is in place, for code that builds a graph only if the gradient may pass.
+    """Return whether a block is in place, for code that builds a graph only if the gradient may pass.
 
-    False while the block is open, and while gates stand in the place of blocks, which need the graph (`compare`).
+    False while the block is open, and while `compare` replaces blocks by gates, which need the graph.
 
     Raises:
         ValueError: If the name is unknown.
@@ -320,7 +321,7 @@ def scope(name: str) -> Iterator[None]:
 
 
 def traced_blocks(program: Any) -> dict[torch.fx.Node, Block | None]:
-    """Return the nodes of a traced program that are blocks, in graph order, with the block that each of them is.
+    """Return the nodes of a traced program that are blocks, in graph order, each with its block.
 
     Args:
         program: A `torch.fx.Graph`, or an object that has one: a `torch.fx.GraphModule`, a

@@ -61,12 +61,12 @@ class Comparison:
         loss: The loss of a plain run.
         blocked: Parameter -> gradient of a plain run, with every block in place; zero without a path to the loss.
         effects: The effect of opening each block alone, in the order of the program.
-        sets: Effects of blocks that act only together: the smallest sets, as far as the search finds them with one run
-            per block. The most common set is a stop inside of another stop.
+        sets: Effects of blocks that change the gradient only when opened together: the smallest such sets that a search
+            with one run per block finds. Most often such a set is a stop inside of another stop.
         unopened: Block -> the reason why it could not be opened.
         interaction: The part of the joint effect that single effects do not explain: ``|g(all) - g(none) - sum of the
-            leaks of single blocks|``, relative to the largest of the gradients. It is not 0 if a path crosses two
-            blocks or more, because opening one block does not open the path. NaN if the blocks cannot be opened
+            leaks of single blocks|``, relative to the largest of the gradients. It is not 0 if a path crosses two or
+            more blocks, because opening one of them does not open the path. NaN if the blocks cannot be opened
             together.
         remarks: Further remarks for the reader.
         reason: The reason why this program cannot be compared; empty if it can.
@@ -88,7 +88,7 @@ class Comparison:
         *,
         nested: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
-        """Compare for these blocks; see `compare`. `nested`: block -> the blocks around it."""
+        """Compare the gradients for these blocks; see `compare`. `nested`: block -> the blocks around it."""
         self._answers = answers
         self._nested = nested
         self.loss, self.blocked = answers.plain.loss, answers.plain.gradients
@@ -120,7 +120,7 @@ class Comparison:
 
     @property
     def vanishing(self) -> list[str]:
-        """Parameters with a path to the loss, along which the gradient is 0 to the last bit."""
+        """Parameters with a path to the loss whose gradient is exactly 0."""
         sizes = zip(self._answers.params, self._norms_when_blocked, strict=True)
         return [name for name, size in sizes if size == 0 and name in self._answers.plain.reached]
 
@@ -140,8 +140,8 @@ class Comparison:
 
         Raises:
             ValueError: If the program did not reach a block.
-            RuntimeError: If a parameter was modified after the comparison was made, or the repeated program computes
-                something else.
+            RuntimeError: If a parameter was modified after the comparison was made, or the repeated program gives other
+                results.
         """
         return self._answers.gradient(frozenset(_selected(open, self.meetings)))
 
@@ -454,12 +454,12 @@ def compare(
     The gradient with every block in place is that of a plain run. Every block that the program reaches then becomes a
     gate, an identity node that decides at backward time whether it passes the gradient. One forward pass with gates
     serves any set of open blocks, provided that it gives the loss and the gradient of the plain run bit for bit.
-    Regions, hooks, custom autograd functions and derivatives inside of the forward pass need more: there the program
-    runs again with blocks really removed.
+    Gates do not suffice for regions, hooks, custom autograd functions and derivatives inside of the forward pass: for
+    these the program runs again with the blocks removed.
 
     Random state (also of the generators that `loss` uses), ``.grad``, training modes, buffers, values, and the contents
     of reachable containers and attributes are restored, also if `loss` raises an error. Compiled functions run in eager
-    mode. Comparisons of several threads wait for each other.
+    mode. Comparisons in several threads run one after another.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar. Every run should give the same result.
@@ -472,8 +472,8 @@ def compare(
         ValueError: If the loss is not a real scalar, is NaN or has no gradient. If there is no parameter to
             differentiate by, or the loss depends on none. If the program does not reach a block in `blocks`. If a
             module is not initialised yet, or sharded by FSDP2.
-        RuntimeError: If two runs of the program differ, if it checkpoints with ``use_reentrant=True``, or if a backward
-            pass adds to ``.grad`` past the graph.
+        RuntimeError: If two runs of the program differ, if it checkpoints with ``use_reentrant=True``, or if the
+            backward pass of a function adds to ``.grad`` itself.
 
     Example:
         >>> w = torch.tensor(3.0, requires_grad=True)
@@ -535,7 +535,7 @@ def text_table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def html_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows of cells as a table, the first as its head."""
+    """Return rows of cells as an HTML table; the first row is its head."""
     lines = [
         "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
         for tag, row in zip(("th", *("td",) * (len(rows) - 1)), rows, strict=True)

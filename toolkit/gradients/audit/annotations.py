@@ -28,9 +28,9 @@ def notices_of(found: Audit) -> list[str]:
 
 
 def error_of(difference: Difference, folder: Path) -> str:
-    """Return the error of a stop that is not as expected; `folder` has the table.
+    """Return an error for a stop that is not as expected; `folder` has the table.
 
-    A stop that is gone has a file and no line.
+    The error of a stop that is gone names its file, without a line.
     """
     site = difference.stop.site
     file = folder / difference.stop.file if site is None else Path(site.file)

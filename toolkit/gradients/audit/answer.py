@@ -67,17 +67,17 @@ class Audit:
         escapes: Places where a value leaves the graph for good (``.item()``, ``.numpy()``) and cannot be opened.
         sites: Place -> its file, line, column and function; also for places that could not be opened.
         remarks: Further remarks for the reader.
-        unreached: Parameter -> the end of its path, for parameters without a path to the loss even with every place
-            open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen. In a
-            script these are parameters of an optimiser that also holds trained ones. Without `params` they are
-            parameters of modules that the program computes with.
-        vanishing: Parameters with a path to the loss, along which the gradient is 0 to the last bit: behind ``round``,
-            for example, or a function whose backward pass returns zeros.
-        sets: Effects of places that act only together, as `Comparison.sets`.
+        unreached: Parameter -> the end of its path, for example ``argmax`` or ``requires_grad_(False)``, or empty if it
+            is unknown; for parameters without a path to the loss even with every place open. In a script these are
+            parameters of an optimiser that also holds trained parameters; without `params`, parameters of modules that
+            the program computes with.
+        vanishing: Parameters with a path to the loss whose gradient is exactly 0: for example behind ``round``, or
+            behind a function whose backward pass returns zeros.
+        sets: Effects of places that change the gradient only when opened together, as `Comparison.sets`.
         off_graph: Places in a recorded step that stopped a gradient outside of the graph of this loss, for example
             around a value that is only logged. No path of this loss crosses them.
         is_recorded: Whether the answer was taken from a step while it ran, and not from a program that runs again.
-        one_mode: Places that only stop reverse mode while a forward-mode derivative passes: `torch.no_grad`.
+        one_mode: Places that stop reverse mode alone and pass forward-mode derivatives, as `torch.no_grad` does.
         reruns: Places that were opened in a run of their own, because the recorded step could not open them.
     """
 
@@ -221,7 +221,8 @@ class Audit:
         """Return the answer as text.
 
         Args:
-            silent: Whether the table has places that no gradient-carrying tensor reaches; otherwise they are counted.
+            silent: Whether the table lists the places that no gradient-carrying tensor reaches; otherwise it counts
+                them.
         """
         lines = [] if self.valid else [f"INVALID: {self.reason}"]
         head, *rows = self.rows()

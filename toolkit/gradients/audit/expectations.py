@@ -1,7 +1,7 @@
 """Expected stops: a table in a TOML file that says which place should stop which gradient.
 
 A stop is known by its file, its function and the source text of its expression, so that a table changes when a stop
-moves to another function, and not when its line number does. Files are relative to the folder of the table.
+moves to another function, and not when its line number changes. Files are relative to the folder of the table.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Stop:
     """A stop of an audited program.
 
     Attributes:
-        file: The file, relative to the folder of the table; of an installed package, as it is imported.
+        file: The file, relative to the folder of the table; in an installed package, relative to the folder from which
+            Python imports it.
         function: The function, by its qualified name.
         source: The expression that stops the gradient.
         verdict: The kind of the verdict, or ``"not opened"``.
@@ -67,9 +68,9 @@ class Stop:
         return f"{self.verdict} {', '.join(self.parameters)}" if self.parameters else self.verdict
 
     def is_met_by(self, found: Stop) -> bool:
-        """Return whether a stop has the effect that is expected.
+        """Return whether a stop has the expected effect.
 
-        Rounding decides between ``redundant`` and ``noise``, so either meets the other.
+        Rounding decides between ``redundant`` and ``noise``, so each is accepted for the other.
         """
         silent = {"redundant", "noise"}
         same = self.verdict == found.verdict or {self.verdict, found.verdict} == silent
@@ -119,7 +120,7 @@ def stops_of(found: Audit, folder: Path, backward: int = 0) -> list[Stop]:
 
 
 def differences(expected: Sequence[Stop], found: Sequence[Stop]) -> list[Difference]:
-    """Return the stops that are gone, new, or of another effect than expected; sorted as they were found."""
+    """Return the stops that are gone, new, or have another effect than expected; sorted as they were found."""
     told = []
     for identity in dict.fromkeys(stop.identity for stop in [*found, *expected]):
         pairs = ([stop for stop in stops if stop.identity == identity] for stops in (expected, found))
@@ -137,7 +138,7 @@ def read_tables(path: Path) -> dict[str, list[Stop]]:
     """Return name -> expected stops of every table of a file.
 
     Raises:
-        ValueError: If the file is no such table.
+        ValueError: If the file does not hold such tables.
     """
     try:
         tables = tomllib.loads(path.read_text("utf-8"))

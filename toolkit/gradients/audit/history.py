@@ -28,7 +28,7 @@ class LeakRecord:
 
     Attributes:
         step: The training step.
-        stop: The place of the stop, or the name of a block; from the second backward pass of a step on, with this pass.
+        stop: The place of the stop, or the name of a block; with the backward pass, if it is not the first of its step.
         verdict: The kind of the verdict.
         leak: Norm of the leak.
         ratio: Norm of the gradient with the stop open over the norm with it in place.

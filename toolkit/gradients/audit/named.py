@@ -68,7 +68,7 @@ class NamedPlace:
 
 
 def named_place(place: object) -> NamedPlace | None:
-    """Return the place that is named; None for another object, such as the name of a block.
+    """Return the place that a user names; None for another object, such as the name of a block.
 
     Raises:
         ValueError: If a function or class has no source.
@@ -88,7 +88,7 @@ def named_place(place: object) -> NamedPlace | None:
 
 
 def told(found: Audit, name: str) -> str:
-    """Return a stop as a reader finds it: place, function and source text."""
+    """Return a stop in words: its place, function and source text."""
     site = found.sites[name]
     return f"{site} `{text_of(site, found.kinds[name])}` in {site.function}"
 

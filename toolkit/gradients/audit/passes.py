@@ -19,12 +19,12 @@ Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[Non
 
 
 class Refused(ValueError):
-    """A step that cannot be audited; the message says why, in a sentence."""
+    """Raised for a step that cannot be audited; the message gives the reason in a sentence."""
 
 
 @contextmanager
 def backward_passes(begin: Begin) -> Iterator[None]:
-    """Run every backward pass of this thread inside of the context that `begin` makes of its loss and its inputs."""
+    """Run every backward pass of this thread inside of the context ``begin(loss, inputs)``."""
     thread, running = this_thread(), False
 
     def replaced(original: Callable[..., Any], root_of: Callable[..., tuple[Tensor, Any]]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def root_of_pass(
     """Return a scalar with the gradient of this backward pass, and its inputs.
 
     Raises:
-        Refused: If it does not begin at tensors.
+        Refused: If the backward pass does not begin at tensors.
     """
     given = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
     values = [value for value in given if isinstance(value, Tensor)]

@@ -59,7 +59,7 @@ class BareBlocks:
         partly: Place of a region -> the parts that stay blocked while it is open.
         one_mode: Places of regions that pass a forward-mode derivative, open or closed.
         nested: Place -> the regions around it, from the outside.
-        decorators: Places of calls that turned out to make a decorator, whose place is that of the function.
+        decorators: Places of calls that turned out to make a decorator; the decorated function is the place instead.
         spares: Regions whose writes into older tensors stay blocked.
         is_constant: Says whether a tensor is a constant while every place is closed.
         close_regions: Closes regions behind tensors before a derivative; None without recorded regions.
@@ -110,7 +110,7 @@ class BareBlocks:
 
     @contextmanager
     def copied(self, state: Iterable[Tensor]) -> Iterator[None]:
-        """Take tensors for copies of the program's state, which stand in its place."""
+        """Treat tensors as the program's state, of which they are copies."""
         outer = self._copies
         self._copies = {tensor.untyped_storage()._cdata for tensor in state if has_storage(tensor)}
         try:
@@ -120,7 +120,7 @@ class BareBlocks:
 
     @contextmanager
     def sparing(self, places: Iterable[str]) -> Iterator[bool]:
-        """Keep the writes of these regions into older tensors blocked; give whether there are any that were not."""
+        """Block the writes of these regions into older tensors; yield whether any of them were not blocked before."""
         outer, partly = self.spares, dict(self.partly)
         self.spares = self.writes.intersection(places).union(outer)
         try:
@@ -144,7 +144,7 @@ class BareBlocks:
                     kept.put_back()
 
     def chains(self) -> list[str]:
-        """Return a sentence for each place that stands for several stops, as the links of a chain do."""
+        """Return a sentence for each place that stands for several stops, such as those of a chain of calls."""
         numbers = {place: len({span for _, span in calls.values()}) for place, calls in self._calls.items()}
         return [
             f"{place} stands for {number} stops, which open together: their expressions begin there"
@@ -253,7 +253,7 @@ class BareBlocks:
         return None if key in self.real else site
 
     def site_of_escape(self, frame: FrameType | None) -> Site | None:
-        """Return the user's place above a frame, or None if a value that leaves the graph there is no matter."""
+        """Return the user's place above a frame, or None if an escape there is not reported."""
         while frame is not None and _hands_on(frame):
             frame = frame.f_back
         if frame is None or is_machinery(frame.f_code.co_filename) or not self.is_mine():

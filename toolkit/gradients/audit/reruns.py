@@ -1,7 +1,7 @@
 """Further runs of a script, for the stops that its recorded step cannot open.
 
-Nothing is recorded in them. In the first one every stop is in place, and it has to give the recorded gradients bit for
-bit. In each other one a stop is removed, in the step that is asked about alone. The leak is the difference.
+These runs are not recorded. The first keeps every stop in place, and has to give the recorded gradients bit for bit.
+Each other run removes one stop, in the audited step alone. The leak is the difference of its gradient from the first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Audits of whole training scripts, which run as they are.
 
-From the end of an optimiser's step on, the script is recorded (see `steps`). In front of one of its next backward
-passes the question is answered, and the script ends, or goes on untouched. If a recording fails, the script starts
-again, and the place at which it failed keeps its meaning. So does a script that turns out to train by
-`torch.autograd.grad`, whose calls are its backward passes then.
+The script is recorded from the end of an optimiser's step on (see `steps`). Before one of the next backward passes the
+question is answered; then the script ends, or goes on unchanged. If a recording fails, the script starts again, and the
+place at which the recording failed keeps its meaning. A script that turns out to train by `torch.autograd.grad` starts
+again too; then these calls are its backward passes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Question:
     """The backward passes that are asked about.
 
     Attributes:
-        step: The training step, from 1: some backward passes, and the steps of optimisers that follow on them.
+        step: The training step, from 1: some backward passes, and the steps of optimisers that follow them.
         backward: The backward pass of this step, from 1; None for all.
         continues: Whether the script goes on afterwards.
     """
@@ -140,7 +140,7 @@ class ScriptRun:
         steps: The number of training steps that are over.
         backward_passes: The number of backward passes of the present step.
         answered: Whether a backward pass that is asked about has come.
-        is_attending: Whether the step that is asked about runs, or one from which it is recorded.
+        is_attending: Whether the program is in the step that is asked about, or in an earlier step of its recording.
         lessons: The lessons of earlier starts.
     """
 
@@ -173,7 +173,7 @@ class ScriptRun:
 
     @property
     def progress(self) -> str:
-        """How far the script has come, and why not further if that is known."""
+        """How far the script has come, and the reason why it came no further if that is known."""
         come = f"{self.steps} steps and {self.backward_passes} more backward passes"
         if self._in_step:
             return f"{come}, and {self._in_step} in step {self.question.step}"
@@ -457,8 +457,8 @@ class Lessons:
 
     Attributes:
         real: Place -> the reason why it keeps its meaning.
-        earlier: How many steps before the audited step the recording begins. Before the first step it begins with the
-            first optimiser of the script, and one more step earlier with the script.
+        earlier: The number of steps by which the recording begins before the audited step; ``step - 1`` begins it with
+            the first optimiser of the script, ``step`` or more with the script.
         starts: The number of starts.
         gradients: Whether calls of `torch.autograd.grad` are the backward passes.
         input: The standard input of the script, as far as it was read.

@@ -1,7 +1,7 @@
 """Audits of training steps as they run, without a second forward pass.
 
 While a step is recorded, every place that stops a gradient becomes a cut (see `_cuts`). The gradients of the step's own
-backward passes stay the same. In front of a backward pass the answer is taken from the step's own graph.
+backward passes stay the same. Before a backward pass the answer is taken from the step's own graph.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class Recorder:
     def part(self, value: Tensor) -> None:
         """Detach the tensors that are constants of the plain program and whose graph a backward pass has freed.
 
-        Here such constants have a graph. The backward pass from `value` runs and frees its nodes, which the next
-        backward pass could not run again.
+        In the recorded program such constants have a graph. The backward pass from `value` runs and frees its nodes, so
+        the next backward pass could not run them again.
         """
         board, known = self.board, dict[Any, bool]()
         nodes = _plainly_behind([] if value.grad_fn is None else [value.grad_fn])
@@ -356,7 +356,7 @@ class StepAnswers(Answers):
 
     @cached_property
     def precision(self) -> float:
-        """The coarsest rounding of the step, relative."""
+        """The coarsest relative rounding of the step."""
         return coarsest(self.nodes, self.params)
 
     def gradient(self, open: Collection[str]) -> dict[str, Tensor]:
@@ -395,7 +395,7 @@ class StepAnswers(Answers):
         return [(cut.block_name, cut.source, cotangent) for cut, cotangent in arrived.items() if cut.source is not None]
 
     def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
-        """Return the gradient with the cotangents of every node scaled by about 1, as the step does not run again."""
+        """Return the gradient with the cotangents of every node scaled by about 1, in place of a second run."""
         plain, arrived = self.plain, self._arrived
         try:
             with self.passing(()), shaken(self.nodes, seed, size):
@@ -564,7 +564,7 @@ def audited(params: Parameters = None, *, memory: float | None = None) -> Iterat
 
     Raises:
         RuntimeError: If another audit is running in this process, or if the step would have another gradient while it
-            is recorded. That is raised in front of the backward pass, and names the place.
+            is recorded. The error is raised before the backward pass, and names the place.
         ValueError: If the step checkpoints with ``use_reentrant=True``, or if `memory` is negative.
 
     Example:
@@ -592,15 +592,15 @@ def audited(params: Parameters = None, *, memory: float | None = None) -> Iterat
 def refuse_strays(value: Tensor, board: CutBoard, open: Collection[str] = ()) -> None:
     """Raise Unrecordable if a closed region does not stop everything that would run without it.
 
-    A region is closed by a hook on each of its nodes. The nodes behind these run, without a gradient: a custom function
-    may make numbers of that, and a node of an earlier step is freed.
+    A region is closed by a hook on each of its nodes. The nodes behind these still run, without a gradient: a custom
+    function may return numbers even so, and a node of an earlier step is freed.
     """
     reached, opened = set(reachable_nodes(value.grad_fn, open)), frozenset(open)
     entries = [node for node in reached if regions_of(node) - opened]
     found: dict[str, str] = {}
 
     def strays(node: Any) -> bool:
-        """Return whether a node that is out of reach would notice that it runs."""
+        """Return whether a node should not run without a gradient: it is hooked, custom, or of an earlier step."""
         closed = bool(regions_of(node) - opened)
         if board.is_hooked(node):
             return node not in reached or closed
@@ -628,8 +628,8 @@ def _earlier(nodes: Iterable[Any]) -> str:
 def shaken(nodes: Sequence[Any], seed: int, size: float) -> Iterator[None]:
     """Scale the cotangents that come to each node by random factors, the same each time.
 
-    A cotangent is one of several numbers of its node that are rounded, in the forward pass too; so each factor is off
-    by four times the size, as far as that is small.
+    A node rounds several numbers beside its cotangent, also in the forward pass. So each factor differs from 1 by four
+    times the size, as long as that is small.
     """
     size = max(size, min(4 * size, 2**-10))
     handles = [node.register_prehook(_scaling(f"{seed} {index}", size)) for index, node in enumerate(nodes)]

@@ -1,4 +1,4 @@
-"""A callback for the trainer of Hugging Face: audits every n-th step, and logs the leaks as the trainer logs."""
+"""A callback for the trainer of Hugging Face: audits every n-th step, and logs the leaks through the trainer."""
 
 from __future__ import annotations
 
