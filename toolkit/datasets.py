@@ -91,10 +91,11 @@ def digits(*, dtype: torch.dtype = torch.float64) -> Dataset:
 
 
 def bars_and_stripes(side: int, *, dtype: torch.dtype = torch.float64) -> Dataset:
-    """Return every distinct image of `side` x `side` whose rows are constant, or whose columns are.
+    """Return every distinct image of `side` x `side` pixels with constant rows or constant columns.
 
-    There are ``2 * 2**side - 2`` images, because the empty and the full image are of both kinds. So the best
-    log-likelihood of a model of these images is ``-log(2 * 2**side - 2)`` nats per image (MacKay 2003, section 43.2).
+    There are ``2 * 2**side - 2`` images, because the empty and the full image belong to both kinds. The best
+    log-likelihood of a model of these images is therefore ``-log(2 * 2**side - 2)`` nats per image (MacKay 2003,
+    section 43.2).
 
     Returns:
         Inputs (2^(side+1) - 2, side^2) of zeros and ones; label 0 for rows and 1 for columns.
@@ -147,8 +148,8 @@ def two_gaussians(
 def idx(path: str | Path) -> Tensor:
     """Return the array of an IDX file, the format of MNIST.
 
-    Numbers keep the dtype of the file. Uncompressed bytes stay on the disk: the file is mapped into memory, privately,
-    so that an in-place change does not reach the file, and only the parts that are read take memory. A file named
+    Numbers keep the dtype of the file. An uncompressed file stays on the disk and is mapped into memory: only the parts
+    that are read take memory. The mapping is private, so that an in-place change does not reach the file. A file named
     ``*.gz`` is decompressed into memory.
 
     Args:
@@ -265,7 +266,7 @@ def cifar10(path: str | Path, *, train: bool = True) -> Dataset:
     """Return images and labels of CIFAR-10 in its binary format.
 
     A single uncompressed file stays on the disk, mapped into memory as in `idx`. The five files of the training set are
-    joined in memory, which needs 154 MB for the images, and the size of one more file.
+    joined in memory, which takes 154 MB for the images, plus the size of one file.
 
     Args:
         path: The published archive ``cifar-10-binary.tar.gz``, which is read without unpacking it to the disk; or the
@@ -285,8 +286,8 @@ def cifar10(path: str | Path, *, train: bool = True) -> Dataset:
             names a wrong number of classes.
 
     References:
-        Krizhevsky, "Learning multiple layers of features from tiny images", 2009; the layout of the files is the
-        "binary version" of the page that publishes them.
+        Krizhevsky, "Learning multiple layers of features from tiny images", 2009; the files have the layout of the
+        "binary version" on the page of the data set.
 
     Example:
         >>> import tempfile

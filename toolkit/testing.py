@@ -1,6 +1,6 @@
 """Assertions about the gradients of a program, for a user's own test suite.
 
-A stop is a block, or a bare place: a line ``"model.py:88"``, a function or a class, which stand for all stops in them,
+A stop is a block, or a bare place: a line ``"model.py:88"``, a function or a class. A place stands for all stops in it,
 opened together. The program's state is restored. A failed assertion raises `AssertionError` with the table of a
 comparison; an invalid question raises `ValueError` or `TypeError`.
 """
@@ -28,16 +28,17 @@ Parameter = str | Tensor | nn.Module
 def assert_blocked(loss: Callable[[], Tensor], param: Parameter | Place) -> None:
     """Assert that no gradient of `loss` reaches a parameter: the graph has no path to it.
 
-    A path whose gradient happens to be zero counts as a path, so that the assertion does not depend on present values.
-    For a place, assert that a gradient is stopped there.
+    A path counts even if its gradient happens to be zero, so that the assertion does not depend on the current values.
+    For a place, assert that the place stops a gradient.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
-        param: A parameter, or a module for all of its parameters; or a name in `loss`, ``"encoder.weight"`` for the
-            weight of a variable ``encoder``. Or a place: ``"model.py:88"``, a function or a class.
+        param: A parameter, or a module for all of its parameters, or the name of either in `loss`, such as
+            ``"encoder.weight"`` for the weight of the variable ``encoder``. Or a place: ``"model.py:88"``, a function
+            or a class.
 
     Raises:
-        AssertionError: If a path to the parameter exists, or if no stop at the place has a gradient to stop.
+        AssertionError: If a path to the parameter exists, or if no gradient reaches a stop at the place.
         TypeError: If `loss` does not return a tensor, or `param` is of another type.
         ValueError: If the loss is not a real scalar, is NaN or has no gradient, or if `loss` does not use the parameter
             or the parameter requires no gradient.
@@ -72,7 +73,7 @@ def assert_flows(loss: Callable[[], Tensor], param: Parameter) -> None:
         param: As in `assert_blocked`. A gradient has to reach every parameter of a module.
 
     Raises:
-        AssertionError: If no gradient, zero, or a gradient that is not finite reaches the parameter.
+        AssertionError: If no path to the parameter exists, or if its gradient is zero or not finite.
         TypeError: As for `assert_blocked`.
         ValueError: As for `assert_blocked`.
 

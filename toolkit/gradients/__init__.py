@@ -1,4 +1,4 @@
-"""Questions about blocks, asked of any torch program."""
+"""Measure the effect of blocks and bare stops in any torch program."""
 
 from toolkit.gradients.aliases import AliasWarning, alias_guard
 from toolkit.gradients.audit import Audit, AuditedStep, audit, audited

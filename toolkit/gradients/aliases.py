@@ -1,6 +1,6 @@
 """Constants that change: `alias_guard` watches the memory of blocked values.
 
-They share it with their inputs, so an optimizer's step can change a constant.
+A blocked value shares its memory with the input of the block, so an optimizer's step can change a constant.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def alias_guard() -> Iterator[None]:
     numpy on shared memory, are not seen. Outside of the ``with`` there is no cost.
 
     Warns:
-        AliasWarning: Names the block, its place, the place of the write, and the place of the use. Once per block call.
+        AliasWarning: Once for each call of a block, with its name, its place, the place of the write, and the place of
+            the use.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)

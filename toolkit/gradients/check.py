@@ -1,8 +1,9 @@
 """Gradient checks for programs with blocks: finite differences with the values of the blocks held constant.
 
-A checker compares derivatives with differences of values at perturbed inputs. The value of a block moves with the
-inputs, although its derivative is left out by design, so every checker rejects a correct program with blocks. Here the
-program runs once at the inputs, and the values of its blocks are kept. Runs at the perturbed points reuse these values.
+A gradient check compares derivatives with differences of values at perturbed inputs. The value of a block changes with
+the inputs, although its derivative is left out by design, so a plain check rejects a correct program with blocks. Here
+the program runs once at the inputs, and the values of its blocks are kept. Runs at the perturbed inputs reuse these
+values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) ->
     `inputs`. Random numbers, buffers and modes are the same in every run, and are restored afterwards.
 
     A block inside of a backward pass, in a custom function or in the recomputation of a checkpoint, is reached after
-    the program has returned. Its value is not held, which a second derivative detects.
+    the program has returned. Its value is not held; a second derivative detects that.
 
     Args:
         fn: Takes `inputs`, returns a tensor or a tuple of tensors.
@@ -82,8 +83,8 @@ def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any
     Raises:
         torch.autograd.gradcheck.GradcheckError: If the derivatives differ.
         TypeError: As for `gradcheck`.
-        ValueError: If none of `inputs` requires a gradient, if one that does is sparse or nested, or if nothing but
-            blocks depends on them.
+        ValueError: If none of `inputs` requires a gradient, if one that does is sparse or nested, or if only blocks
+            depend on them.
         RuntimeError: As for `gradcheck`.
 
     Example:

@@ -1,9 +1,9 @@
-"""The gradient of a program with blocks as a vector field: is it the gradient of a loss, is its fixed point stable?
+"""The gradient of a program with blocks as a vector field: is it the gradient of a loss? Is its fixed point stable?
 
 A blocked gradient g need not be the gradient of any loss. It is the gradient of a loss exactly if its Jacobian
 J = dg/dtheta is symmetric everywhere. Gradient descent with small steps returns to a fixed point exactly if the
-eigenvalues of -J have negative real parts. In J the blocked values move with theta although g leaves out their
-derivative: the blocks are closed at first order and open at second. A plain `detach` is closed at both orders.
+eigenvalues of -J have negative real parts. J differentiates the blocked values although g does not: the blocks are
+closed at first order and open at second. A plain `detach` is closed at both orders.
 
 n numbers in all parameters together, J (n, n).
 """
@@ -179,7 +179,7 @@ class Field:
         return (self.jacobian - self.jacobian.T).norm().item() / norm if norm else 0.0
 
     def estimate_asymmetry(self, *, probes: int = 16, generator: torch.Generator | int | None = 0) -> float:
-        """Estimate `asymmetry` by two products with each of some random vectors.
+        """Estimate `asymmetry` from products with random vectors, two for each vector.
 
         ``|A|^2 = E |A v|^2`` for any matrix A and standard normal v. The relative error falls as one over the square
         root of `probes`; 0 is found exactly.
@@ -252,7 +252,8 @@ class Field:
     def stable(self) -> bool:
         """Whether gradient descent with small steps returns to this point if it is a fixed point.
 
-        A growth rate of 0 up to rounding counts as unstable: no force returns the parameters along its direction.
+        A growth rate of 0 up to rounding counts as unstable: along its direction the gradient does not return the
+        parameters.
         """
         rates = self.eigenvalues if self.size <= _MOST_NUMBERS_DENSE else self.leading_eigenvalues(1)
         return rates[0].real.item() < -self._precision * self._scale
@@ -361,8 +362,8 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
     """Differentiate the blocked gradient of `loss` as a vector field: blocks closed at first order, open at second.
 
     Quantities held constant without a block, by a bare ``detach`` or an inner derivative without ``create_graph``, stay
-    constant in J too: make them blocks. A custom autograd function counts as differentiated by its ``backward`` at both
-    orders: if that is not its derivative, as in a gradient reversal, write it with a block. The program's state is
+    constant in J too: make them blocks. The ``backward`` of a custom autograd function is taken for its derivative at
+    both orders. If it is not, as in a gradient reversal, write the function with a block. The program's state is
     restored, as in `compare`.
 
     Args:
@@ -372,9 +373,9 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
     Raises:
         TypeError: If `loss` does not return a tensor, or `params` holds other objects.
         ValueError: If the loss is not a real scalar, is NaN or has no gradient. If there is no real parameter to
-            differentiate by. If the program switches the recording on inside of a region, or takes a forward-mode
-            derivative of one. If torch cannot differentiate twice through it: nested tensors, hooks, weight
-            normalization, once_differentiable, or three times: the derivative of layer or batch normalization.
+            differentiate by. If the program turns recording on inside of a region, or takes a forward-mode derivative
+            of a region. If torch has no second derivative of a part (nested tensors, hooks, weight normalization,
+            once_differentiable), or no third derivative (the derivative of layer or batch normalization).
         RuntimeError: If the program fails while its blocks are recorded.
 
     Example:

@@ -29,19 +29,20 @@ def grad(
 ) -> tuple[Tensor | None, ...]:
     """Return the derivatives of the sum of `ys` with respect to `xs`, with the tensors in `stop_gradients` constant.
 
-    The semantics are those of ``tf.gradients(ys, xs, grad_ys, stop_gradients=)``: as if each tensor in `stop_gradients`
-    had been passed through `stop_gradient` when it was made, but decided after the graph exists. A tensor may be in
-    both lists: the derivative with respect to this tensor is taken, and goes no further. With ``xs == stop_gradients``
-    all derivatives are partial. Tensors are held constant for this call only: a second derivative has its own list.
+    The semantics are those of ``tf.gradients(ys, xs, grad_ys, stop_gradients=)``: the result is the same as if each
+    tensor in `stop_gradients` had passed through `stop_gradient` when it was made, but the graph already exists. A
+    tensor may be in both lists: its own derivative is taken, and the gradient ends there. With ``xs == stop_gradients``
+    all derivatives are partial derivatives. Tensors are held constant in this call only; a second derivative takes its
+    own list.
 
     Args:
         ys: Tensors of any shape.
         xs: Tensors that require a gradient, leaves or not.
         stop_gradients: Tensors of the graph between `ys` and `xs`. A tensor that requires no gradient is already
             constant.
-        grad_ys: For each of `ys` the weights of its elements in the sum; None: ones.
-        retain_graph: Keep the graph for another call; None: as `create_graph`.
-        create_graph: Make the derivatives differentiable.
+        grad_ys: The weights of the elements of each of `ys` in the sum; None: all weights are 1.
+        retain_graph: Whether to keep the graph for another call; None: the value of `create_graph`.
+        create_graph: Whether to make the derivatives differentiable.
 
     Returns:
         For each of `xs` a tensor of its shape, or None without a path.
@@ -52,7 +53,8 @@ def grad(
         RuntimeError: If the graph was freed by an earlier call.
 
     References:
-        TensorFlow, ``tf.gradients``, whose stops combine in the same way with those of the graph: the first stop wins.
+        TensorFlow, ``tf.gradients``. As there, these stops add to the stops in the graph: the first stop on a path ends
+        its gradient.
 
     Example:
         >>> x = torch.tensor(1.0, requires_grad=True)

@@ -1,7 +1,7 @@
 """The autograd graph with its cut edges, as a picture.
 
-While the program runs, every block is a gate, so the graph behind a block is kept. The parameters that a gradient
-reaches, with a block or without it, can then be read off without a backward pass.
+While the program runs, every block is a gate, so autograd keeps the graph behind it. This graph shows, without a
+backward pass, which parameters a gradient reaches with a block and without it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Graph:
         return _drawing.dot(*self._drawn(fold), self._title)
 
     def svg(self, *, fold: Fold = "auto") -> str:
-        """Return the picture as SVG, without any other program.
+        """Return the picture as SVG; Graphviz is not needed.
 
         The loss is at the top, and arrows point along its gradient. At a block they are dashed; nodes that a gradient
         reaches only through a block are grey.
@@ -100,7 +100,7 @@ class Graph:
         Args:
             fold: Depth to which calls of modules are expanded: with 1 each module called by the loss function is one
                 box, with 2 each module called by these, and so on. A module that contains a block is always expanded.
-                None draws every node; ``"auto"`` expands as deep as 60 boxes allow.
+                None draws every node; ``"auto"`` takes the largest depth with at most 60 boxes.
 
         Raises:
             ValueError: If `fold` is invalid.
@@ -179,8 +179,8 @@ def graph(loss: Callable[[], Tensor] | Tensor, params: Parameters = None) -> Gra
     also if `loss` raises an error. Compiled functions run in eager mode.
 
     Args:
-        loss: Runs the program and returns a tensor of any shape. Or such a tensor: its graph contains no blocks,
-            because no graph is recorded behind a block, unless a comparison made the tensor.
+        loss: Runs the program and returns a tensor of any shape. Or a tensor: its graph has no blocks, unless a
+            comparison made it, because autograd records no graph behind a block.
         params: The parameters of `reachable`, as in `compare`; None for every leaf that the loss depends on.
 
     Raises:

@@ -65,9 +65,9 @@ class LedgerEntry:
         form: ``"tensor"`` for `stop_gradient`, ``"region"`` for `stop_recording`, ``"both"``.
         site: The place where the program first reaches the block: ``file:line:column``.
         open: Memory use with this block open, and all others in place. None if the program fails then.
-        as_region: Memory use with a region around all computations that serve this block alone. None if the block is a
-            region already, or if this use cannot be measured: the block gets tensors of `torch.func`, a part is
-            computed for a derivative inside of the forward pass, or two runs differ.
+        as_region: Memory use with a region around all computations whose results only this block uses. None if the
+            block is a region already, or if this use cannot be measured: the block gets tensors of `torch.func`, a part
+            is computed for a derivative inside of the forward pass, or two runs differ.
     """
 
     name: str
@@ -104,10 +104,10 @@ class Ledger:
 def memory_ledger(loss: Callable[[], Tensor]) -> Ledger:
     """Measure the memory of a training step in bytes, with every block in place and with each one open.
 
-    A block on a tensor frees the graph behind it only after the graph was recorded: the peak stays the same as without
-    the block. A region records no graph, so it saves the peak too. The ledger has both. For each `stop_gradient` it
-    also measures a `stop_recording` in its place, by a run in which the nodes that lead only to blocks keep no tensor.
-    The program runs up to twice per block, and its state is restored.
+    `stop_gradient` frees the graph behind it only after the graph was recorded, so the peak is the same as without the
+    block. `stop_recording` records no graph, so it lowers the peak too. For each `stop_gradient` the ledger also
+    measures a `stop_recording` in its place, by a run in which the nodes that lead only to blocks keep no tensor. The
+    program runs up to twice per block, and its state is restored.
 
     Raises:
         TypeError: If `loss` does not return a tensor.

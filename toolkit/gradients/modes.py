@@ -1,4 +1,4 @@
-"""Forward mode against reverse mode, two ways to compute one derivative: `mode_lint` finds where they disagree."""
+"""Forward mode and reverse mode compute the same derivative: `mode_lint` finds the places where they disagree."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ModeFinding:
 
     Attributes:
         site: ``file:line:column``, for a decorated function the place of the function; empty if no place explains it.
-        kind: ``"region"``: reverse mode is switched off there, and forward mode is not. ``"hook"``: a hook changes a
-            gradient, and forward mode has no hooks. ``"unknown"``: neither; then the two derivatives of one operation
-            differ, for example ``backward`` and ``jvp`` of a `torch.autograd.Function`.
+        kind: ``"region"``: the place turns off reverse mode, and not forward mode. ``"hook"``: a hook changes a
+            gradient, and forward mode has no hooks. ``"unknown"``: another cause; then the two derivatives of one
+            operation differ, for example ``backward`` and ``jvp`` of a `torch.autograd.Function`.
         calls: Number of times that the program reached the place.
         difference: The part of the disagreement that vanishes if both modes are treated alike there, relative to the
             size of the compared products.

@@ -34,7 +34,7 @@ Kind = Literal["no-op", "redundant", "noise", "partial", "cuts", "makes"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The effect of a block in a word, and the only source of this text.
+    """The effect of a block in a word. All reports take this word from here.
 
     Attributes:
         kind: ``"no-op"``: no gradient-carrying tensor reaches the block. ``"redundant"``: the leak is zero up to the

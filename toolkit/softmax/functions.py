@@ -3,17 +3,17 @@ r"""The functions of `toolkit.softmax` and their block.
 All of them subtract the maximum before they exponentiate, and the block `softmax.shift` holds the maximum constant. The
 functions do not depend on the shift, so *the leak of the block is exactly zero*: the cotangents that reach the shift
 sum to zero, for any ties, in every order. The block saves the backward pass through the maximum, and the memory of the
-input that this pass would keep alive.
+input, which that pass would keep alive.
 
 The leak is zero because each function undoes its shift completely. A program that does not undo its shift, or that
 blocks only one of its two uses, does leak; `experiments/softmax.py` trains such a program.
 
 Gradients keep every component. Where one probability is close to 1, the formula :math:`y_i (g_i - \sum_j y_j g_j)`
 cancels: on ``[40, 0]`` it loses the larger component completely. Here the cotangent is centred first, the remainder
-:math:`1 - y` of such a probability is summed separately, and a label's :math:`y - 1` is computed from the loss. Each
-component has an error of some tens of roundoffs of its own condition. Each nat between the smallest logit and the
-largest adds one roundoff, because their difference is rounded before it is exponentiated: up to 700 roundoffs, where a
-probability is 1e-304. The conditions:
+:math:`1 - y` of such a probability is summed separately, and a label's :math:`y - 1` is computed from the loss. The
+error of each component is some tens of roundoffs, relative to the component's scale in the table below. Each nat
+between the smallest and the largest logit adds one roundoff, because their difference is rounded before it is
+exponentiated: up to 700 roundoffs, where a probability is 1e-304. The scales:
 
 =============  =======================================================
 softmax        :math:`y_i \sum_j y_j |g_i - g_j|`
@@ -29,8 +29,8 @@ with infinite entries:
 
 - A row of only ``-inf``, or with every entry masked, has probabilities 0 with gradient 0, log-probabilities and
   log-sum-exp ``-inf``. `torch.softmax` gives NaN there, and one such row poisons the gradient of the whole batch.
-- ``+inf`` has log-sum-exp ``+inf`` and no probability: NaN at that entry, 0 at the finite ones.
-- NaN makes its whole row NaN.
+- A row with ``+inf`` has log-sum-exp ``+inf``. Its probability is NaN at that entry, and 0 at finite entries.
+- A NaN makes its whole row NaN.
 
 C classes along the dimension ``dim``; ``*`` all other dimensions, which are independent rows.
 """
@@ -80,11 +80,11 @@ _SEVERAL = "an integer or several"
 def softmax(input: Tensor, dim: int | Sequence[int] = -1, *, where: Tensor | None = None) -> Tensor:
     r"""Return probabilities :math:`y_i = e^{x_i - m} / \sum_j e^{x_j - m}` with the shift :math:`m = \max_j x_j`.
 
-    The quotient is more accurate than ``exp(input - logsumexp(input))``, by a factor that grows with the log-sum-exp.
+    This quotient is more accurate than ``exp(input - logsumexp(input))``, by a factor that grows with the log-sum-exp.
 
     Args:
         input: (\*, C), floating point.
-        dim: The dimension of the classes, or several, whose entries are all classes.
+        dim: The dimension of the classes, or several dimensions that hold the classes together.
         where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
 
     Returns:
@@ -123,7 +123,7 @@ def log_softmax(input: Tensor, dim: int | Sequence[int] = -1, *, where: Tensor |
 
     Args:
         input: (\*, C), floating point.
-        dim: The dimension of the classes, or several, whose entries are all classes.
+        dim: The dimension of the classes, or several dimensions that hold the classes together.
         where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
 
     Returns:
@@ -204,8 +204,8 @@ def logsumexp(
         return_sign: Whether the sign of the sum is returned as well. If not, a negative sum gives NaN.
 
     Returns:
-        (\*), or (\*, 1). An empty sum has logarithm ``-inf``. With `return_sign` the logarithm of the absolute value,
-        and the sign, -1, 0 or 1, of the same shape.
+        (\*), or (\*, 1). The logarithm of an empty sum is ``-inf``. With `return_sign`, the logarithm of the sum's
+        absolute value, and the sign, -1, 0 or 1, of the same shape.
 
     Raises:
         TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, `b` not a real one, or `dim`
@@ -288,7 +288,7 @@ def cross_entropy(
 ) -> Tensor:
     r"""Return the cross entropy :math:`-\log \operatorname{softmax}(x)_{label}` in nats, by default its mean.
 
-    With class weights w, and probabilities q of the classes in place of labels, it is
+    With class weights w and class probabilities q in place of labels, the loss is
 
     .. math::
         -\sum_c w_c q_c \log \operatorname{softmax}(x)_c
@@ -300,10 +300,10 @@ def cross_entropy(
         logits: (\*, C), floating point.
         labels: (\*), integers from 0 to C - 1; or (\*, C), floating point: probabilities, which may carry a gradient.
         dim: The dimension of the classes in `logits`. In `torch.nn.functional.cross_entropy` it is 1.
-        where: Boolean, of a shape that broadcasts to that of `logits`: False leaves a class out.
+        where: Boolean, broadcast to the shape of `logits`: False leaves a class out.
         weight: w, (C,). None: 1 for all classes.
-        ignore_index: Samples with this label have the loss 0, and do not count in the mean. Labels that are
-            probabilities have none.
+        ignore_index: Samples with this label have loss 0, and do not count in the mean. It does not apply to
+            probabilities.
         label_smoothing: :math:`\epsilon`, from 0 to 1: q is mixed with the uniform distribution over the classes that
             are not left out, :math:`(1 - \epsilon) q_c + \epsilon / C`.
         reduction: ``"mean"`` over all samples (NaN if there are none), their ``"sum"``, or ``"none"``. With integer

@@ -1,8 +1,8 @@
 r"""Cross entropy of a linear layer over a large vocabulary, in chunks, so that its logits are never all in memory.
 
-The logits of a chunk of classes are computed, used and overwritten by those of the next chunk. Each row only keeps a
-running maximum and a running sum of exponentials (the online log-sum-exp). The block `softmax.shift` holds the maximum
-constant, as in all functions of `toolkit.softmax`, and its leak is zero.
+The logits of one chunk of classes are computed and used; then those of the next chunk overwrite them. For each row only
+a running maximum and a running sum of exponentials are kept (the online log-sum-exp). The block `softmax.shift` holds
+the maximum constant, as in all functions of `toolkit.softmax`, and its leak is zero.
 
 The label's term is kept out of the sum. With the log-sum-exp of the *other* classes, the loss is a function of one
 number, the negative margin :math:`d`:
@@ -16,12 +16,12 @@ There are three implementations:
 
 - `_losses_in_plain_autograd` is the specification. Autograd records each chunk, so all logits are kept. Forward mode,
   `torch.func`, ``torch.export`` and second derivatives go through it.
-- `_Losses` is for plain reverse mode. Its gradients need the logits a second time. If the weight's gradient is at least
-  as large as the logits, the logits are stored in its memory, which is needed anyway; each chunk of the gradient
-  overwrites logits that have been read. Otherwise the logits are computed again. Only one loss per weight stores logits
-  at a time: if several losses precede the first backward pass, the others compute their logits again. While the block
-  is open, or a comparison runs, the maximum is recorded too, and receives its gradient from `_Losses`.
-- A custom operator is for `torch.compile`, where a tensor cannot be stored in the memory of another.
+- `_Losses` is for plain reverse mode. Its backward pass needs the logits a second time. If the weight's gradient is at
+  least as large as the logits, they are stored in the memory of this gradient, which is needed anyway; each chunk of
+  the gradient overwrites logits that have been read. Otherwise the logits are computed again. Only one loss per weight
+  stores logits at a time: if several losses precede the first backward pass, the others compute their logits again.
+  While the block is open, or a comparison runs, the maximum is recorded too, and receives its gradient from `_Losses`.
+- A custom operator is for `torch.compile`, where a tensor cannot be stored in the memory of another tensor.
 
 N samples, D features, V classes, C classes in a chunk.
 """
@@ -61,14 +61,14 @@ def linear_cross_entropy(
 
     The result equals ``cross_entropy(linear(input, weight, bias), labels)`` up to rounding. Beyond inputs, gradients
     and a few numbers per row it needs memory for N C numbers; half precision also needs a chunk of the weight in
-    float32. If ``N <= D`` and the weight has a gradient (of the logits' precision), the cost is that of three matrix
-    products, which any gradient needs; otherwise the logits are computed twice, by a fourth product. To save this
-    product, a loss holds memory of the size of `weight` from the forward pass to the backward pass, which turns it into
-    the gradient. Only one loss per weight holds such memory at a time; the others take the fourth product. Compute a
-    loss that is never differentiated under `torch.no_grad`, where no memory is held.
+    float32. If ``N <= D`` and the weight has a gradient (of the logits' precision), the loss costs three matrix
+    products, which any gradient needs; otherwise a fourth product computes the logits again. To save the fourth
+    product, a loss holds memory of the size of `weight` from the forward pass on; the backward pass writes the weight's
+    gradient into it. Only one loss per weight holds such memory at a time; the others take the fourth product. Compute
+    a loss that is never differentiated under `torch.no_grad`, which holds no memory.
 
-    Autocast does not lower the precision: logits are made in float32 at least, from inputs of whatever type.
-    Second derivatives and forward mode work, and record all logits.
+    Autocast does not lower the precision: logits are computed in float32 at least, from inputs of any dtype. Second
+    derivatives and forward mode work, and record all logits.
 
     Args:
         input: (\*, D), floating point: the input of the linear layer.
