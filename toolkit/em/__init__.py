@@ -1,8 +1,8 @@
-"""Expectation maximisation: mixtures and hidden Markov models, by closed-form steps and by a blocked surrogate.
+"""Expectation maximisation of mixtures and hidden Markov models, by closed-form steps or by a blocked surrogate.
 
-`mixture` has the E-step, the block and the surrogates; `gaussian` and `hmm` the models; `gradient` and `information`
-make use of the block. Behind them: `covariance`, the structures; `engine`, the fast pass and the accelerated iteration;
-`models`, other mixtures; `estimators`, the classes for users of scikit-learn.
+`mixture` has the E-step, the block and the surrogates; `gaussian` and `hmm` have the models; `gradient` and
+`information` use the block. Behind them: `covariance`, the structures; `engine`, the fast pass and the accelerated
+iteration; `models`, other mixtures; `estimators`, the classes for users of scikit-learn.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The base of all parameters: tensors side by side that move together, and the weights of a mixture.
+"""Base classes of parameters: tensors that change type and device together, and the weights of a mixture.
 
 N samples, D features, K components.
 """
@@ -21,10 +21,10 @@ __all__ = ["Components", "Located", "Movable"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Movable:
-    """A dataclass whose fields are tensors, records of tensors, and settings."""
+    """A dataclass of tensors, nested dataclasses of tensors, and settings."""
 
     def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return it in another floating-point type, or on another device; itself if it is there."""
+        """Return the parameters in another floating-point type, or on another device; itself if nothing changes."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         moved = {name: value.to(target) for name, value in values.items() if hasattr(value, "to")}
         stays = all(value is values[name] for name, value in moved.items())

@@ -6,11 +6,13 @@ The shape of the covariances depends on their type, as in scikit-learn. `precisi
 =============  ===================  ============================================
 type           shape                covariance
 =============  ===================  ============================================
-``full``       (K, D, D)            one of its own for each component
-``tied``       (D, D)               one for all components
-``diag``       (K, D)               axis-aligned: its square roots' reciprocals
-``spherical``  (K,)                 one width for all directions
+``full``       (K, D, D)            one matrix for each component
+``tied``       (D, D)               one matrix for all components
+``diag``       (K, D)               axis-aligned: one variance for each feature
+``spherical``  (K,)                 one variance for all features
 =============  ===================  ============================================
+
+For diag and spherical, :math:`P` holds the reciprocals of the standard deviations.
 
 N samples, D features, K components.
 """
@@ -137,7 +139,7 @@ class GaussianParameters(Located):
         return self._structure.log_determinants(self.precisions_cholesky, self.n_features)
 
     def whiten(self, differences: Tensor) -> Tensor:
-        """Return the factors' transposes times differences (K, D, N); differences from the means become white."""
+        """Return the factors' transposes times differences (K, D, N), which whitens differences from the means."""
         return self._structure.whiten(self.precisions_cholesky, differences)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> GaussianParameters:
@@ -172,12 +174,12 @@ def m_step(
 
     With :math:`N_k = \sum_n r_{nk}`: :math:`\pi_k = N_k / N`, :math:`\mu_k = \sum_n r_{nk} x_n / N_k`,
     :math:`\Sigma_k = \sum_n r_{nk} (x_n - \mu_k)(x_n - \mu_k)^\top / N_k`. Moments are taken about the mean, never as
-    a difference of raw moments. Differentiable; `em_step` is the fast twin of ``m_step(x, e_step(...))``.
+    a difference of raw moments. Differentiable; `em_step` is a faster E-step and M-step in one.
 
     Args:
         x: (N, D).
         responsibilities: (N, K).
-        covariance_type: Which covariances are shared or restricted.
+        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         reg_covar: Added to every variance. 0 is maximum likelihood.
 
     Raises:
@@ -224,8 +226,8 @@ def moments_of(x: Tensor, responsibilities: Tensor, structure: Structure) -> tup
 def precisions_cholesky(covariances: Tensor, covariance_type: CovarianceType) -> Tensor:
     """Return the upper triangular factors of the inverse covariances.
 
-    A covariance counts as singular when rounding decides its inverse: when the conditional variance of a feature, given
-    the features before it, is less than D machine epsilons of its variance.
+    A covariance counts as singular if rounding errors dominate its inverse, that is, if the conditional variance of a
+    feature given the features before it is less than D machine epsilons of its variance.
 
     Args:
         covariances: Shaped by the type.
@@ -271,7 +273,7 @@ def from_unconstrained(unconstrained: Mapping[str, Tensor], covariance_type: Cov
         covariance_type: The type.
 
     Raises:
-        TypeError: If a coordinate is no tensor.
+        TypeError: If a coordinate is not a tensor.
         ValueError: If the type is unknown, a coordinate is missing, or the shapes do not fit together.
 
     Example:
@@ -302,7 +304,7 @@ def _coordinates(unconstrained: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def check_features(parameters: GaussianParameters, x: Tensor) -> None:
-    """Raise an error unless the samples have as many features as the mixture; one feature would broadcast."""
+    """Raise an error unless the samples have as many features as the mixture; a single feature would broadcast."""
     instance("parameters", parameters, GaussianParameters)
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")

@@ -1,4 +1,4 @@
-r"""Generalised EM by gradient steps: any torch optimiser in the place of the M-step, on all samples or on minibatches.
+r"""Generalised EM by gradient steps: any torch optimiser in place of the M-step, on all samples or on minibatches.
 
 An E-step fixes the responsibilities :math:`\bar r`. Then the optimiser raises the expected log-joint
 
@@ -6,7 +6,7 @@ An E-step fixes the responsibilities :math:`\bar r`. Then the optimiser raises t
 
 by one or several steps, and the next E-step follows. At the parameters of the E-step the gradient of Q is that of the
 log-likelihood (Fisher), because the block `em.responsibilities` holds :math:`\bar r`. With the block open the gradient
-is that of the conditional classification likelihood, whose maximum is a different one.
+is that of the conditional classification likelihood, which has its maximum elsewhere.
 
 N samples, D features, K components, B samples of a batch.
 """
@@ -52,35 +52,36 @@ def gradient_em(
     inner_steps: int = 1,
     callback: Callable[[int, float], None] | None = None,
 ) -> Climb[F]:
-    """Raise the likelihood of a mixture by an optimiser's steps on the blocked surrogate.
+    """Maximise the likelihood of a mixture by an optimiser's steps on the blocked surrogate.
 
     Use it for a model without a known M-step, for minibatches, or for a mixture inside a model that is trained by
     gradients. Where the M-step is known, `climb` is faster by orders of magnitude.
 
     **Second-order methods.** Q has the gradient of the log-likelihood, but neither its value nor its Hessian (Louis),
-    and every E-step makes another Q. All evaluations of one optimiser step therefore use the same responsibilities. So
-    L-BFGS with its line search maximises one fixed Q, which is the M-step, and its curvature is cleared at the next
-    E-step. L-BFGS needs all samples. A Newton method for the likelihood itself should differentiate `log_likelihood`.
+    and every E-step defines a new Q. All evaluations of one optimiser step therefore use the same responsibilities. So
+    L-BFGS with its line search does the M-step: it maximises one fixed Q. The next E-step clears its curvature
+    estimate. L-BFGS needs all samples. A Newton method for the likelihood itself should differentiate `log_likelihood`.
 
     Args:
         start: The mixture to start from. Neither it nor any ``.grad`` is changed.
         x: (N, D), or another shape that the mixture takes; the first dimension counts the samples.
-        optimizer: Returns the optimiser of a list of leaves: ``lambda leaves: torch.optim.Adam(leaves, lr=0.05)``.
-        steps: E-steps.
+        optimizer: Returns an optimiser for a list of leaves: ``lambda leaves: torch.optim.Adam(leaves, lr=0.05)``.
+        steps: Number of E-steps.
         sample_weight: (N,), not negative, not all 0. None: all 1.
         batch_size: B, samples of one E-step and its inner steps, drawn without replacement in each pass. None: all
             samples.
         generator: Randomness of the batches. None is torch's global generator.
         inner_steps: Steps of the optimiser for each E-step.
-        callback: Called with the number of E-steps done and the log-likelihood of all samples: after every step, or
-            with minibatches once in N / B steps; and at the end.
+        callback: Called with the number of E-steps done and the log-likelihood of all samples: after every E-step, or
+            with minibatches every N / B E-steps; and at the end.
 
     Returns:
-        The highest point at which the log-likelihood of all samples was evaluated. ``n_iter`` is `steps`; ``history``
-        has all these log-likelihoods and may fall; ``converged`` is always False, as convergence is not tested.
+        The fit result, with the mixture of the highest log-likelihood evaluated on all samples. ``n_iter`` is `steps`;
+        ``history`` has all these log-likelihoods and may fall; ``converged`` is always False, as convergence is not
+        tested.
 
     Raises:
-        TypeError: If `start` is no mixture, `x` or `sample_weight` no tensor, or `optimizer` no function.
+        TypeError: If `start` is not a mixture, `x` or `sample_weight` not a tensor, or `optimizer` not a function.
         ValueError: If an argument is out of range, L-BFGS is given minibatches, or the log-likelihood becomes
             non-finite because the steps are too long.
 

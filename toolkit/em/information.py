@@ -1,13 +1,13 @@
-r"""Precision of estimates by EM: information matrices, the rate of convergence, and standard errors.
+r"""Precision of EM estimates: information matrices, the rate of convergence, and standard errors.
 
-With :math:`a_{nk} = \log \pi_k f_k(x_n)`, responsibilities :math:`r_{nk}` and weights :math:`w_n`, in the coordinates
-:math:`\theta` without constraints, all summed over the samples:
+With :math:`a_{nk} = \log \pi_k f_k(x_n)`, responsibilities :math:`r_{nk}` and weights :math:`w_n`, in unconstrained
+coordinates :math:`\theta`, summed over the samples:
 
 ====================  ==============================================================================================
 information           definition
 ====================  ==============================================================================================
 observed              :math:`I_o = -\nabla^2 \sum_n w_n \log \sum_k e^{a_{nk}}`
-complete              :math:`I_c = -\sum_{nk} w_n \bar r_{nk} \nabla^2 a_{nk}`, the responsibilities held
+complete              :math:`I_c = -\sum_{nk} w_n \bar r_{nk} \nabla^2 a_{nk}`, at fixed responsibilities
 missing               :math:`I_m = \sum_n w_n \mathrm{Cov}_{k \sim r_n}(\nabla a_{nk})`
 ====================  ==============================================================================================
 
@@ -76,7 +76,7 @@ def observed_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
         (P, P), float64, in nats; rows and columns in the order of ``mixture.unconstrained()``, each flattened.
 
     Raises:
-        TypeError: If `mixture` is no mixture, or `x` or `sample_weight` no tensor.
+        TypeError: If `mixture` is not a mixture, or `x` or `sample_weight` is not a tensor.
         ValueError: If there are no samples, the weights are negative or of another shape, or a coordinate is infinite.
 
     References:
@@ -100,11 +100,11 @@ def observed_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
 
 @no_graph()
 def complete_information(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
-    """Return minus the Hessian of the expected complete-data log-likelihood, the responsibilities held.
+    """Return minus the Hessian of the expected complete-data log-likelihood, at fixed responsibilities.
 
-    It is the observed information of samples with known components, averaged by the responsibilities; and minus the
-    Hessian of the blocked `surrogate`, times the sum of the weights. Arguments, rows and columns, and errors are those
-    of `observed_information`.
+    This is the observed information of samples with known components, averaged by the responsibilities. It equals minus
+    the Hessian of the blocked `surrogate`, times the sum of the weights. Arguments, rows and columns, and errors are
+    those of `observed_information`.
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.2.
@@ -131,7 +131,7 @@ def complete_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
 def missing_information(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """Return the covariance of the complete-data score given the samples: the information lost with the labels.
 
-    It is positive semi-definite. Arguments, rows and columns, and errors are those of `observed_information`.
+    The matrix is positive semi-definite. Arguments, rows and columns, and errors are those of `observed_information`.
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.2.
@@ -161,7 +161,7 @@ def missing_information(mixture: Family, x: Tensor, sample_weight: Tensor | None
 def louis_information(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """Return the observed information without a derivative of the likelihood: complete minus missing.
 
-    Arguments, result and errors are those of `observed_information`; the computation is another one.
+    Arguments, result and errors are those of `observed_information`; only the computation differs.
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.1.
@@ -178,7 +178,7 @@ def louis_information(mixture: Family, x: Tensor, sample_weight: Tensor | None =
 
 @no_graph()
 def em_jacobian(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
-    """Return the derivative of the coordinates after one EM step by the coordinates before it.
+    """Return the Jacobian of one EM step: the derivative of the coordinates after it by those before it.
 
     The block `em.responsibilities` is opened for this derivative. With the block in place the M-step sees constants,
     and the derivative is exactly 0. At a maximum the eigenvalues are the fractions of missing information. Arguments
@@ -190,7 +190,7 @@ def em_jacobian(mixture: Family, x: Tensor, sample_weight: Tensor | None = None)
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, theorem 4.
         Meng & Rubin, "Using EM to obtain asymptotic variance-covariance matrices: the SEM algorithm", 1991,
-        equation 2.2.1, where the matrix is the transpose, from differences of EM's own steps.
+        equation 2.2.1, where the matrix is transposed, and estimated from differences of EM steps.
 
     Example:
         >>> from toolkit.em import m_step
@@ -215,13 +215,13 @@ def em_jacobian(mixture: Family, x: Tensor, sample_weight: Tensor | None = None)
 def missing_information_rate(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """Return the fractions of missing information; at a maximum the largest is EM's rate of convergence.
 
-    They are the eigenvalues of ``complete^-1 missing`` over the directions in which the coordinates are not redundant.
-    A rate near 1 means that the samples hold next to no information about some direction, and that EM needs
-    ``1 / (1 - rate)`` steps for every factor e. The rate assumes an exact M-step, and no latent variables but the
-    components. Arguments are those of `observed_information`.
+    The fractions are the eigenvalues of ``complete^-1 missing`` over the directions in which the coordinates are not
+    redundant. A rate near 1 means that the samples hold almost no information about some direction, and that EM needs
+    ``1 / (1 - rate)`` steps to reduce the error by a factor e. The rate assumes an exact M-step, and no latent
+    variables but the components. Arguments are those of `observed_information`.
 
     Returns:
-        (Q,), float64, from 0, the largest first.
+        (Q,), float64, not negative, the largest first.
 
     Raises:
         TypeError: As in `observed_information`.
@@ -259,8 +259,8 @@ def standard_errors(
 
     - ``"louis"``: :math:`I_o^{-1}`, by Louis' identity.
     - ``"sem"``: :math:`(1 - J)^{-1} I_c^{-1}`: the same numbers at a maximum, from the EM map. The M-step must be
-      differentiable and maximise the expected log-joint. A family with more latent variables (Student components,
-      factor analysers), or whose M-step only improves, is refused.
+      differentiable and maximise the expected log-joint. A family with further latent variables (Student components,
+      factor analysers), or with an M-step that only raises the expected log-joint, is refused.
     - ``"sandwich"``: :math:`I_o^{-1} S I_o^{-1}`, with S the sum of the scores' outer products. It does not assume that
       the data come from such a mixture, as the other two do (Huber).
 
@@ -269,7 +269,7 @@ def standard_errors(
         x: As in `observed_information`.
         method: ``"louis"``, ``"sem"`` or ``"sandwich"``.
         sample_weight: As in `observed_information`.
-        natural: Takes the mixture to the parameters of interest, by name. None: the mixture's weights, means,
+        natural: Returns the parameters of interest of a mixture, by name. None: the mixture's weights, means,
             covariances, scatters, degrees of freedom, rates and probabilities, as far as it has them.
 
     Returns:

@@ -6,10 +6,10 @@ log-density :math:`\ell_n = \log \sum_k e^{a_{nk}}`, and its softmax the respons
 The block `em.responsibilities` holds the output of the E-step constant. Its effect depends on the surrogate:
 
 ==========================  ==========================  ======================================================
-program                     gradient with the block     leak without it
+program                     gradient with the block     leak with the block open
 ==========================  ==========================  ======================================================
 `surrogate`                 of the log-likelihood       minus the gradient of the entropy of the responsibilities
-`evidence_lower_bound`      of the log-likelihood       exactly nothing
+`evidence_lower_bound`      of the log-likelihood       exactly zero
 an M-step after `e_step`    none: a new constant        the Jacobian of the EM map, whose largest eigenvalue is
                                                         the rate of convergence
 ==========================  ==========================  ======================================================
@@ -53,7 +53,7 @@ class Mixture(Protocol):
 
 
 class Family(Mixture, Protocol):
-    """A mixture that can be fitted: it has a closed-form M-step, and coordinates without constraints.
+    """A mixture that can be fitted: it has a closed-form M-step and unconstrained coordinates.
 
     Every method returns new parameters. Parameters that are not estimated (given degrees of freedom, say) are kept.
     """
@@ -65,14 +65,14 @@ class Family(Mixture, Protocol):
         """
 
     def unconstrained(self) -> dict[str, Tensor]:
-        """Return unconstrained coordinates: every real vector of them is a mixture."""
+        """Return unconstrained coordinates: all real values of them define a mixture."""
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
         """Return the mixture at these coordinates."""
 
 
 def check_mixture(mixture: object, argument: str = "mixture") -> None:
-    """Raise TypeError unless `mixture` has a log-joint density; the results of fits hold a mixture, and are none."""
+    """Raise TypeError unless `mixture` has a log-joint density; the result of a fit holds a mixture but is not one."""
     if not hasattr(mixture, "log_joint"):
         held = [name for name in ("parameters", "parameters_") if hasattr(getattr(mixture, name, None), "log_joint")]
         hint = f" Pass its `{held[0]}`." if held else ""
@@ -90,7 +90,7 @@ def log_density(mixture: Mixture, x: Tensor) -> Tensor:
         (N,), nats.
 
     Raises:
-        TypeError: If `mixture` is no mixture.
+        TypeError: If `mixture` is not a mixture.
 
     Example:
         >>> from toolkit.em import m_step
@@ -115,7 +115,7 @@ def log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = N
         Scalar, nats per sample.
 
     Raises:
-        TypeError: If `mixture` is no mixture.
+        TypeError: If `mixture` is not a mixture.
         ValueError: If `sample_weight` has another shape.
 
     Example:
@@ -141,7 +141,7 @@ def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> 
         the log-likelihood, a differentiable scalar in nats per sample.
 
     Raises:
-        TypeError: If `mixture` is no mixture.
+        TypeError: If `mixture` is not a mixture.
         ValueError: If `sample_weight` has another shape.
 
     References:
@@ -168,9 +168,9 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
 
     :math:`\bar r` is held constant by the block, at the responsibilities of the same parameters. Then
 
-    - the **gradient** is that of the log-likelihood :math:`\ell`, at every parameter (Fisher's identity);
+    - the **gradient** is that of the log-likelihood :math:`\ell`, at all parameters (Fisher's identity);
     - the **value** is not :math:`\ell` but :math:`\ell` minus the entropy of the responsibilities, so a line search
-      or an early stop must look at `log_likelihood`;
+      or early stopping must use `log_likelihood`;
     - the **Hessian** is not that of :math:`\ell` either:
       :math:`\nabla^2 Q = \nabla^2 \ell - \frac1N \sum_n \mathrm{Cov}_{k \sim r_n}(\nabla a_{nk})` (Louis). Newton's
       method, L-BFGS and other second-order methods should differentiate `log_likelihood`.
@@ -182,13 +182,13 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
     Args:
         mixture: The parameters.
         x: (N, D).
-        sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
+        sample_weight: (N,): weights of the mean over the samples. None: all 1.
 
     Returns:
         Scalar, nats per sample, to be maximised.
 
     Raises:
-        TypeError: If `mixture` is no mixture.
+        TypeError: If `mixture` is not a mixture.
         ValueError: If `sample_weight` has another shape.
 
     References:
@@ -212,11 +212,11 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
 def evidence_lower_bound(
     mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None, *, inverse_temperature: float = 1.0
 ) -> Tensor:
-    r"""Return :math:`\frac1N \sum_{nk} \bar r_{nk} (\log \pi_k f_k(x_n) - \log \bar r_{nk})`, the bound at its contact.
+    r"""Return :math:`\frac1N \sum_{nk} \bar r_{nk} (\log \pi_k f_k(x_n) - \log \bar r_{nk})`, the evidence lower bound.
 
     At the exact responsibilities the bound touches the log-likelihood, and is stationary in the responsibilities. So
-    its value *and* its gradient are those of the log-likelihood, and opening the block leaks exactly nothing. The
-    difference to `surrogate` is the entropy, which `surrogate` leaves out.
+    its value *and* its gradient are those of the log-likelihood, and the leak of an open block is exactly zero. The
+    bound is `surrogate` plus the entropy of the responsibilities.
 
     Softened responsibilities do leak. At an inverse temperature :math:`\beta`, as in annealing, the responsibilities
     are :math:`q \propto (\pi_k f_k)^\beta`. The bound then lies below the log-likelihood, and the leak is
@@ -225,14 +225,14 @@ def evidence_lower_bound(
     Args:
         mixture: The parameters.
         x: (N, D).
-        sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
+        sample_weight: (N,): weights of the mean over the samples. None: all 1.
         inverse_temperature: 1 for the exact responsibilities, less for softer ones.
 
     Returns:
         Scalar, nats per sample.
 
     Raises:
-        TypeError: If `mixture` is no mixture.
+        TypeError: If `mixture` is not a mixture.
         ValueError: If `sample_weight` has another shape.
 
     References:
@@ -266,7 +266,7 @@ def expectation(probabilities: Tensor, values: Tensor) -> Tensor:
 
 
 def check_shape_of_weights(weights: Tensor, shape: tuple[int, ...], name: str = "sample_weight") -> None:
-    """Raise an error unless weights are a tensor of this shape; its values are not looked at, so transforms pass."""
+    """Raise an error unless weights are a tensor of this shape; values are not read, so it works under `torch.func`."""
     if not isinstance(weights, Tensor):
         raise TypeError(f"`{name}` should be a tensor or None. Found {type(weights).__name__}.")
     if weights.shape != shape:
