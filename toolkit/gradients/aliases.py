@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from toolkit.blocks import Site, has_storage, watched
 from toolkit.gradients._eager import without_compiled_code
 from toolkit.gradients._places import user_site
+from toolkit.gradients._zeros import with_memory
 
 __all__ = ["AliasWarning", "alias_guard"]
 
@@ -112,12 +113,13 @@ class _Memory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        written = [leaf for leaf in tree_leaves(_written(func, args, kwargs or {})) if has_storage(leaf)]
+        args, kwargs = with_memory(args, kwargs)
+        written = [leaf for leaf in tree_leaves(_written(func, args, kwargs)) if has_storage(leaf)]
         if self._held:
             for leaf in tree_leaves((args, kwargs)):
                 if has_storage(leaf) and not any(leaf is other for other in written):
                     self._use(leaf)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if self._held:
             for leaf in written:
                 self._write(leaf, func)

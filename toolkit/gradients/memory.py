@@ -19,6 +19,7 @@ from toolkit.gradients._nodes import EVERY_BLOCK, reachable_nodes
 from toolkit.gradients._parts import find_parts
 from toolkit.gradients._program import checked_function, checked_loss, gradients_of
 from toolkit.gradients._snapshot import Snapshot
+from toolkit.gradients._zeros import with_memory
 from toolkit.gradients.compare import text_table
 
 __all__ = ["Ledger", "LedgerEntry", "MemoryUse", "measure_memory", "memory_ledger"]
@@ -265,7 +266,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        args, kwargs = with_memory(args, kwargs)
+        result = func(*args, **kwargs)
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if has_storage(leaf)}
         for leaf in tree_leaves(result):
             if has_storage(leaf):
