@@ -263,6 +263,14 @@ def test_a_penalty_without_slope_has_a_finite_gradient():
     assert torch.autograd.grad(value, psi)[0].tolist() == [0, 0]
 
 
+def test_a_slope_whose_square_is_no_float32_keeps_its_direction():
+    """The gradient by psi is ``2 (|psi| - 1) psi / |psi|``; a critic that died has such slopes."""
+    psi = torch.tensor([3e-30, -4e-30], requires_grad=True)
+    points = REAL.float()
+    (found,) = torch.autograd.grad(gradient_penalty(lambda x: x @ psi, points, points), psi)
+    torch.testing.assert_close(found, torch.tensor([-1.2, 1.6]), rtol=1e-5, atol=0)
+
+
 def test_a_penalty_on_images_takes_the_norm_of_a_whole_sample():
     images = draw(8, 3, 1, 2, 2)
     weight = draw(9, 1, 2, 2).requires_grad_()

@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid, relu
 from toolkit._checks import choice, number
 from toolkit._random import own_generator
 from toolkit._slopes import value_and_slopes
-from toolkit._tensors import floating, floating_alike
+from toolkit._tensors import floating, floating_alike, lengths
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -180,7 +180,7 @@ def gradient_penalty(
     shape = (len(real), *[1] * (real.dim() - 1))
     weights = torch.rand(shape, generator=draws, device=draws.device, dtype=real.dtype).to(real.device)
     points = stop_gradient(weights * real + (1 - weights) * fake, INTERPOLATES)
-    norms: Tensor = torch.linalg.vector_norm(_slopes(discriminator, points), dim=1)
+    norms = lengths(_slopes(discriminator, points))
     return (norms - 1).square().mean()
 
 
