@@ -1,12 +1,12 @@
-"""Adversarial training: attacks, the losses at the examples they find, and exact worst cases to hold them against.
+"""Adversarial training: attacks, training losses at the examples they find, and exact worst cases as a reference.
 
-- `attacks`: steps up the gradient (`fgsm`, `rs_fgsm`, `pgd`, `apgd`, `multi_target`, `linearised`), examples that fool
-  other models too (`mi_fgsm`, `ni_fgsm`, `di_fgsm`, `ti_fgsm`, `vmi_fgsm`), the nearest example (`deepfool`, `fab`,
-  `ddn`, `carlini_wagner`), few changed coordinates (`jsma`, `sparsefool`, `one_pixel`), without gradients (`square`,
-  `spsa`), and several in turn (`ensemble`, `robust_accuracy`, `robustness_curve`, `evaluate_robustness`). Every attack
-  takes a `Ball`, or in short its fields, as in ``pgd(model, x, labels, epsilon=0.1, norm="l2")``. `EOT` is the mean
-  answer of a random model.
-- `training`: a surrogate for each method of training with the blocks it needs, and `train`, which runs any of them.
+- `attacks`: gradient ascent (`fgsm`, `rs_fgsm`, `pgd`, `apgd`, `multi_target`, `linearised`), transferable examples
+  (`mi_fgsm`, `ni_fgsm`, `di_fgsm`, `ti_fgsm`, `vmi_fgsm`), the nearest example (`deepfool`, `fab`, `ddn`,
+  `carlini_wagner`), few changed coordinates (`jsma`, `sparsefool`, `one_pixel`), black-box attacks (`square`, `spsa`),
+  and ensembles (`ensemble`, `robust_accuracy`, `robustness_curve`, `evaluate_robustness`). Every attack takes a `Ball`,
+  or in short its fields, as in ``pgd(model, x, labels, epsilon=0.1, norm="l2")``. `EOT` is the mean prediction of a
+  random model.
+- `training`: a surrogate loss for each training method with its blocks, and `train`, which runs any method.
 - `certificates`: limits that no attack can pass. Exact for linear models and small ReLU networks, bounds for larger
   ones, radii that hold with a stated confidence for any model.
 - `balls`: threat models in Linf, L2 and L1 inside of a box. `networks`: models to train; `augmentation`: their images.

@@ -1,4 +1,4 @@
-"""Random changes of training images that keep their classes.
+"""Random changes of training images that keep their labels.
 
 N samples, C channels, H x W pixels.
 """
@@ -19,8 +19,8 @@ __all__ = ["random_crop_flip"]
 def random_crop_flip(x: Tensor, *, padding: int = 4, flip: bool = True, generator: torch.Generator | None) -> Tensor:
     """Return each image moved at random by up to `padding` pixels and, every second time, mirrored.
 
-    The image is framed with zeros, a window of its own size is cut out of the frame, each of the ``(2 padding + 1)^2``
-    with the same probability, and turned left to right with probability 1/2.
+    The image is padded with zeros. A window of the image's size is cut out, each of the ``(2 padding + 1)^2`` windows
+    with the same probability, and mirrored left to right with probability 1/2.
 
     Args:
         x: Images, (N, C, H, W), of any dtype.

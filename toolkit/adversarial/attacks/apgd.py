@@ -1,4 +1,4 @@
-"""APGD, the core of AutoAttack: projected gradient steps that choose their own length.
+"""APGD, the core of AutoAttack: projected gradient ascent with an adaptive step size.
 
 N samples, each of shape (...), C classes.
 """
@@ -39,44 +39,44 @@ def apgd(
     generator: torch.Generator | None = None,
     **options: Unpack[GradientOptions],
 ) -> Tensor:
-    """Ascend the loss by projected gradient steps with momentum, whose length halves where they stop helping.
+    """Ascend the loss by projected gradient steps with momentum; the step size halves where progress stops.
 
-    With ``u = step(x_t, length_t)``, a step as in `pgd` of ``2 epsilon`` at first,
+    With ``u = step(x_t, length_t)``, a step as in `pgd` with a length of ``2 epsilon`` at first,
 
         ``x_{t+1} = project(x_t + 3/4 (u - x_t) + 1/4 (x_t - x_{t-1}))``.
 
-    At checkpoints, which become more frequent, a sample halves its length and goes back to its best point in two cases.
-    Fewer than three quarters of its steps since the last checkpoint raised the loss; or the length stayed at the last
-    checkpoint, and the best loss has not risen since. No step size is left to tune. Every sample has a length and a
-    best point of its own.
+    At checkpoints, which become more frequent, a sample halves its length and returns to its best point in two cases:
+    fewer than three quarters of its steps since the last checkpoint raised the loss; or the last checkpoint left the
+    length as it was, and the best loss has not risen since. There is no step size to tune. Every sample has its own
+    length and its own best point.
 
-    The default loss is the log odds against the label rather than the cross entropy. As a rising function of the cross
-    entropy it has the same best points and the same steps, but its gradient does not vanish where the softmax rounds
-    to 1. The loss ``"dlr"`` needs no such form, because it has no scale.
+    The default loss is the log odds against the label rather than the cross entropy. It is an increasing function of
+    the cross entropy, so it has the same maxima and the same steps, but its gradient does not vanish where the softmax
+    rounds to 1. The loss ``"dlr"`` needs no such form, because it does not depend on the scale of the logits.
 
-    In L1 a step goes towards the farthest point of the set, as in `pgd`, which is sparse by itself, and without
-    momentum. The paper on L1 (Croce and Hein, "Mind the box: L1-APGD for sparse adversarial attacks on image
-    classifiers", 2021) steps along an adaptive share of the gradient's coordinates, unlike this implementation.
+    In L1 a step goes towards the farthest point of the set, as in `pgd`: such steps are sparse, and take no momentum.
+    The paper on L1 (Croce and Hein, "Mind the box: L1-APGD for sparse adversarial attacks on image classifiers", 2021)
+    steps along an adaptive share of the gradient's coordinates, unlike this implementation.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of gradient steps.
         loss: ``"margin"`` for `margin_loss`; ``"dlr"`` for `dlr_loss`, or `targeted_dlr_loss` with targets. Or a
             function of logits and labels that returns the losses (N,) to raise, or of logits and targets: to lower.
-        until: ``"success"``, to evaluate: a sample is left as soon as the attack has succeeded, which saves most of
+        until: ``"success"``, to evaluate: the attack leaves a sample as soon as it has succeeded, which saves most of
             the time. ``"end"``, to train: all steps are taken, and the greatest loss counts.
-        restarts: Number of ascents, each from a start of its own.
+        restarts: Number of ascents, each from its own start.
         random_start: As in `pgd`.
         generator: As in `pgd`.
         **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
-        Adversarial examples with the shape, dtype and device of `x`: with ``until="success"`` the first one on which
-        the attack succeeds, and else the one with the greatest loss, over all steps and ascents. They are constants
-        while the block `EXAMPLE` is in place. While it is open they are differentiated through the steps that led to
-        them; the lengths of the steps are constants.
+        Adversarial examples with the shape, dtype and device of `x`: with ``until="success"`` the first example that
+        fools the model, and otherwise the example with the greatest loss, over all steps and ascents. They are
+        constants while the block `EXAMPLE` is in place. While it is open they are differentiated through the steps that
+        led to them; the lengths of the steps are constants.
 
     Raises:
         TypeError: As in `pgd`.

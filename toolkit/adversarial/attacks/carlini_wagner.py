@@ -29,23 +29,24 @@ def carlini_wagner(
     learning_rate: float = 0.05,
     **options: Unpack[MinimalOptions],
 ) -> Tensor:
-    r"""Minimise the squared distance plus a weighted penalty, and search the least weight that suffices.
+    r"""Minimise the squared distance plus a weighted penalty, and search for the least weight that suffices.
 
-    :math:`\min_{x'} |x' - x|_2^2 + c \max(z_y - \max_{j \ne y} z_j, 0)` at `x'`, by Adam with a rate that falls to
-    zero in a straight line. The box is kept by clipping rather than by the paper's tanh, which cannot reach its faces.
-    The weight c is searched for every sample; it succeeds if its descent meets an adversarial point. It is multiplied
-    by ten until one succeeds, or halved until one fails; then c is the geometric mean of the last success and the last
-    failure. The first c is twice the smallest that suffices for the model as linearised at `x`, so nothing depends on
-    the scale of the logits. A sample whose descent made no progress for a third of its steps waits for the next c.
+    :math:`\min_{x'} |x' - x|_2^2 + c \max(z_y - \max_{j \ne y} z_j, 0)` at `x'`, by Adam with a rate that falls
+    linearly to zero. Clipping keeps the point in the box; the paper's tanh cannot reach the faces of the box. The
+    weight c is searched for every sample; a value succeeds if its descent meets an adversarial point. It is multiplied
+    by ten until a value succeeds, or halved until a value fails; then c is the geometric mean of the last success and
+    the last failure. The first c is twice the smallest that suffices for the model linearised at `x`, so nothing
+    depends on the scale of the logits. A sample whose descent makes no progress for a third of its steps waits for the
+    next c.
 
-    The nearest adversarial point of all steps and searches is kept, and in the end brought onto the boundary as in
+    The nearest adversarial point of all steps and searches is kept, and moved onto the boundary at the end, as in
     `deepfool`. Deterministic, and rows do not depend on each other. While the block `EXAMPLE` is open, steps are
-    differentiated; c and which point is the nearest are constant.
+    differentiated; c and the choice of the nearest point are constant.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Largest number of Adam's steps per search.
         searches: Number of weights c that are tried for every sample.
         learning_rate: Adam's first rate: about the change of a coordinate per step, in the units of `x`.
@@ -56,7 +57,7 @@ def carlini_wagner(
 
     Raises:
         TypeError: As in `pgd`.
-        ValueError: As in `pgd`, if `norm` is another, `n_classes` is less than 2, `searches` is not positive, or
+        ValueError: As in `pgd`, if `norm` is not ``"l2"``, `n_classes` is less than 2, `searches` is not positive, or
             `learning_rate` is not positive and finite.
 
     References:

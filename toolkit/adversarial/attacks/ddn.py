@@ -1,4 +1,4 @@
-"""DDN: the nearest adversarial example by a walk on a sphere that shrinks and grows.
+"""DDN: the nearest adversarial example by gradient steps on a sphere whose radius adapts.
 
 N samples, each of shape (...), C classes.
 """
@@ -31,22 +31,22 @@ def ddn(
     shrinkage: float = 0.05,
     **options: Unpack[MinimalOptions],
 ) -> Tensor:
-    """Decouple direction and norm: follow the gradient, and let success set the radius.
+    """Decouple direction and norm: the gradient gives the direction, success or failure the radius.
 
     Each step is ``d <- d + alpha_t grad / |grad|_2``, projected onto the sphere of radius ``r``. An adversarial point
-    multiplies r by ``1 - shrinkage``, any other point by ``1 + shrinkage``; alpha falls to a hundredth on a half
-    cosine. Both lengths start at the distance to the boundary of the model as linearised at `x`
-    (the paper starts at 1), so that nothing depends on the scale of inputs or logits. The gradient is taken of
-    `margin_loss`: it has the direction of the cross entropy's gradient and does not vanish. In the end examples are
-    brought onto the boundary as in `deepfool`.
+    multiplies r by ``1 - shrinkage``, any other point by ``1 + shrinkage``; alpha falls to a hundredth along half a
+    cosine. Both r and alpha start at the distance to the boundary of the model linearised at `x` (the paper starts at
+    1), so that nothing depends on the scale of inputs or logits. The gradient is that of `margin_loss`: it has the
+    direction of the cross entropy's gradient and does not vanish. At the end examples are moved onto the boundary as in
+    `deepfool`.
 
     Deterministic, and rows do not depend on each other. While the block `EXAMPLE` is open, steps are differentiated;
-    which point of the walk is the nearest is constant.
+    the choice of the nearest point is constant.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of gradient steps.
         shrinkage: Gamma in the paper, between 0 and 1.
         **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `n_classes`.
@@ -56,8 +56,8 @@ def ddn(
 
     Raises:
         TypeError: As in `pgd`.
-        ValueError: As in `pgd`, if `norm` is another, `n_classes` is less than 2, or `shrinkage` is not between 0 and
-            1.
+        ValueError: As in `pgd`, if `norm` is not ``"l2"``, `n_classes` is less than 2, or `shrinkage` is not between 0
+            and 1.
 
     References:
         Rony, Hafemann, Oliveira, Ben Ayed, Sabourin and Granger, "Decoupling direction and norm for efficient

@@ -1,4 +1,4 @@
-"""DeepFool: the nearest adversarial example by walking to the nearest boundary of the linearised model.
+"""DeepFool: the nearest adversarial example by steps to the nearest boundary of the linearised model.
 
 N samples, each of shape (...), C classes, K of them considered.
 """
@@ -25,31 +25,31 @@ def deepfool(
     overshoot: float = 0.02,
     **options: Unpack[MinimalOptions],
 ) -> Tensor:
-    r"""Walk to the nearest boundary of the linearised model until it is crossed.
+    r"""Step to the nearest boundary of the linearised model until the model errs.
 
     With ``g_k = grad (z_k - z_y)`` the boundary to class k is linearised as :math:`g_k \cdot d = z_y - z_k`. A step is
-    the shortest d, in the norm and in the box, that reaches one of these hyperplanes; where the model has not changed
-    its mind there, the next step starts from a little beyond. Without a box the step is the paper's; with one it is
-    exact too, where clipping it would end on the near side. In L1 few coordinates change, as in SparseFool.
+    the shortest d, in the norm and in the box, that reaches one of these hyperplanes; if the model is still right
+    there, the next step starts from a little beyond. Without a box the step is the paper's. With a box it is exact too;
+    clipping the paper's step would end short of the boundary. In L1 few coordinates change, as in SparseFool.
 
-    In the end the example is brought onto the boundary (the walk overshoots and bends): the way from `x` is shortened,
-    and `x` projected onto the boundary as linearised at the example, as long as that is nearer. For a linear model the
-    result is the nearest adversarial example, to rounding.
+    At the end the example is moved onto the boundary, because the steps overshoot and the path bends: the displacement
+    from `x` is shortened, and `x` is projected onto the boundary linearised at the example, as long as the result is
+    nearer. For a linear model the result is the nearest adversarial example, to rounding.
 
     Deterministic, and rows do not depend on each other. While the block `EXAMPLE` is open, steps are differentiated;
-    which class and which coordinates on the box they choose is constant.
+    their choices of a class and of coordinates on the box are constant.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
-        steps: Largest number of steps. Rows that are done are dropped.
+        labels: (N,). None: the model's predictions at `x`.
+        steps: Largest number of steps. Rows that have succeeded take no more.
         overshoot: The part of a step by which the next starts beyond the boundary, at least 0.
         **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `n_classes`.
 
     Returns:
         The nearest adversarial examples found, with the shape, dtype and device of `x`: `x` itself where the model errs
-        already, and the point that came closest to an error in logits where no adversarial example was found.
+        already; where no adversarial example was found, the point whose logits came closest to an error.
 
     Raises:
         TypeError: As in `pgd`.

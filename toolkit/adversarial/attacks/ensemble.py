@@ -1,10 +1,10 @@
-"""An ensemble of attacks, each on the rows that all before it left standing: how robustness is measured.
+"""An ensemble of attacks to measure robustness: each attack runs on the rows that no attack before it broke.
 
-Attacks fail for different reasons, and each of these answers one. The gradient is wrong over the length of a step:
-`linearised` and `multi_target`. The steps get stuck: `apgd`, which chooses their length, with two losses. The steepest
+Attacks fail for different reasons, and each attack here answers one. The gradient is wrong over the length of a step:
+`linearised` and `multi_target`. The steps get stuck: `apgd`, which adapts their length, with two losses. The steepest
 way is not the shortest: `fab`. The model is flat around the input: `random_directions`. The gradient is masked
-altogether: `square`, which takes none.
-The share that no attack breaks is an upper bound of the robust accuracy; `verify_relu` and `certify_linear` are exact.
+altogether: `square`, which uses no gradient. The share that no attack breaks is an upper bound of the robust accuracy;
+`verify_relu` and `certify_linear` are exact.
 
 N samples, each of shape (...), C classes.
 """
@@ -98,9 +98,9 @@ class Evaluation:
 def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
     """Return the attacks of an ensemble by name, the cheap ones first.
 
-    Most attacks come with a longer form. The longer form runs only if the short one has broken a row that all attacks
-    before it had left standing: a sign that this kind of attack can find more. A model whose gradients are honest never
-    pays for thousands of queries; a model whose gradients are masked does.
+    Most attacks come with a longer form. It runs only if the short form has broken a row that no attack before it had
+    broken: a sign that this kind of attack can break more. A model without gradient masking never costs thousands of
+    queries; a model with masked gradients does.
 
     Raises:
         ValueError: If `n_classes` is less than 2, or `at_once` is not positive.
@@ -144,18 +144,18 @@ def evaluate_robustness(
 ) -> Evaluation:
     """Run attacks one after the other, each on the rows that are still classified correctly.
 
-    The examples of an attack are brought into the ball and the box, rounded inwards, and judged there by the model in
-    evaluation mode, so only an example inside of both can break a row. A NaN among the logits breaks a row too.
-    Gradient attacks are skipped if the model has no gradient with respect to its input, and are then listed in
+    The examples of an attack are projected into the ball and the box, rounded inwards, and classified there by the
+    model in evaluation mode, so only an example inside of both can break a row. A NaN among the logits breaks a row
+    too. Gradient attacks are skipped if the model has no gradient with respect to its input, and are then listed in
     `Evaluation.skipped`; random directions and `square` are then run with all their queries.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). A `torch.nn.Module` is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         attacks: Name to attack, in order; each is called as ``attack(model, x, labels, epsilon=, norm=, bounds=,
-            mask=, generator=)`` with the rows still standing. A tuple of attacks goes on as long as each of them breaks
-            a row. None: `standard_attacks`.
+            mask=, generator=)`` with the rows not broken yet. In a tuple of attacks, each runs only if the one before
+            it broke a row. None: `standard_attacks`.
         batch_size: Rows, or pairs of a row and a class, at once.
         generator: Draws all random numbers. An integer seeds a new one: by default the same call gives the same result.
             None: torch's global generator.
@@ -172,8 +172,8 @@ def evaluate_robustness(
     Warns:
         UserWarning: If the ball is as wide as the box, as with an epsilon of 8 for pixels between 0 and 1; if attacks
             could not be run, because the model has no gradient with respect to its input; or if the model is random,
-            depends on the batch, has no gradient at some inputs, or returns probabilities. The mean answer of a random
-            model can be attacked: `EOT`.
+            depends on the batch, has no gradient at some inputs, or returns probabilities. For a random model, attack
+            its mean prediction: `EOT`.
 
     References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
@@ -249,12 +249,12 @@ def robust_accuracy(
     """Return the share of rows that an ensemble of attacks leaves correctly classified, from 0 to 1.
 
     An upper bound of the true robust accuracy, and equal to it for linear models of up to 100 classes. The arguments
-    are those of `evaluate_robustness`, which tells more.
+    are those of `evaluate_robustness`, which returns more.
 
     Args:
-        model: As in `evaluate_robustness`, which tells more, and so are the other arguments.
+        model: As in `evaluate_robustness`.
         x: Clean inputs, (N, ...).
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
@@ -294,8 +294,8 @@ def robustness_curve(
 ) -> dict[float, float]:
     """Return the robust accuracy for each of several radii, which never rises with the radius.
 
-    The radii, `epsilons` in any order, are tried from the smallest on. A row that is broken is broken for every larger
-    radius, by the same example, so each attack is run on the rows that are left. The other arguments are those of
+    The radii `epsilons`, in any order, are tried from the smallest on. An example that breaks a row breaks it for every
+    larger radius too, so each radius is tried only on the rows that are left. The other arguments are those of
     `evaluate_robustness`.
 
     Returns:

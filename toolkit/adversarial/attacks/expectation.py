@@ -1,4 +1,4 @@
-"""Expectation over transformation: the mean answer of a random model, which attacks can be run on.
+"""Expectation over transformation: the mean prediction of a random model, as a model to attack.
 
 N samples, each of shape (...), C classes, S draws.
 """
@@ -17,7 +17,7 @@ __all__ = ["EOT"]
 
 
 class EOT(nn.Module):
-    """A model that returns ``log mean_s softmax(f_s(x))``, the answer of S draws of a random model f together.
+    """A model that returns ``log mean_s softmax(f_s(x))``, the mean prediction of S draws of a random model f.
 
     Its gradient is the mean of the draws' gradients of the class probabilities, so any attack on it is the attack under
     expectation over transformation. The draws come from torch's generators, as the model takes them. Attacks leave the
@@ -26,8 +26,8 @@ class EOT(nn.Module):
     Args:
         model: Inputs (N, ...) to logits (N, C), random: by noise, by dropout that stays on, or by transformations of
             its inputs.
-        samples: S, draws for each evaluation. Each costs a pass, and attacks of an ensemble need enough that their
-            successes are not luck.
+        samples: S, draws for each evaluation. Each costs a forward pass. An ensemble of attacks needs enough draws that
+            its successes are not luck.
 
     Raises:
         TypeError: If `model` cannot be called.

@@ -35,31 +35,31 @@ def fab(
     generator: torch.Generator | None = None,
     **options: Unpack[MinimalOptions],
 ) -> Tensor:
-    r"""Walk along the boundary towards its point that is nearest to the input: the fast adaptive boundary attack.
+    r"""Move along the boundary towards its point nearest to the input: the fast adaptive boundary attack.
 
-    At :math:`x_t` the boundary to a class is linearised, and two moves onto that hyperplane are found that are shortest
-    in the norm and stay in the box: d from :math:`x_t` and c from the clean input. The step goes to
-    :math:`(1 - \alpha)(x_t + \eta d) + \alpha (x + \eta c)` with :math:`\alpha = |d| / (|d| + |c|)`, at most `pull`,
-    and the `extrapolation` eta. Where that is adversarial it is a candidate, and the walk retreats from it towards the
-    clean input. The projections are exact, not bisected.
+    At :math:`x_t` the boundary to a class is linearised. Two displacements onto this hyperplane are the shortest in the
+    norm that stay in the box: d from :math:`x_t` and c from the clean input. The step goes to :math:`(1 - \alpha)(x_t +
+    \eta d) + \alpha (x + \eta c)` with :math:`\alpha = |d| / (|d| + |c|)`, at most `pull`, and the `extrapolation` eta.
+    An adversarial point is a candidate, and the next step starts between it and the clean input (`retreat`). The
+    projections are exact, without bisection.
 
-    Each rival class is walked to by itself, as in the targeted version that the authors recommend, at one backward pass
-    per class and step. After each restart the nearest examples are brought onto the boundary as in `deepfool`; for a
+    Each other class is attacked separately, as in the targeted version that the authors recommend, with one backward
+    pass per class and step. After each restart the nearest examples are moved onto the boundary as in `deepfool`; for a
     linear model they are then the nearest adversarial examples, to rounding.
 
     With one restart it is deterministic and rows do not depend on each other. While the block `EXAMPLE` is open, steps
-    are differentiated; which candidate, and which coordinates on the box, are chosen is constant.
+    are differentiated; the choices of a candidate and of coordinates on the box are constant.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of steps per class and restart.
-        restarts: Number of walks to each class. The first starts at `x`, the others at random in a ball of half the
+        restarts: Number of runs for each class. The first starts at `x`, the others at random in a ball of half the
             distance found so far. More restarts are never worse.
         pull: Largest alpha, from 0 to 1.
         extrapolation: Eta, at least 1.
-        retreat: The part of an adversarial displacement that the walk goes on from, from 0 to 1.
+        retreat: The part of an adversarial displacement at which the next step starts, from 0 to 1.
         generator: Draws the starts after the first, if any. None: torch's global generator.
         **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `n_classes`.
 

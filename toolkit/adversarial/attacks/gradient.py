@@ -34,14 +34,14 @@ def fgsm(
 ) -> Tensor:
     """Move every input once, by epsilon in the direction of steepest ascent of the loss.
 
-    ``clip(x + epsilon * sign(grad loss))`` in Linf and ``x + epsilon * grad / |grad|_2`` in L2, the point that
-    maximises the linearised loss if the box does not interfere; in L1 that point, box or not: the coordinates with the
-    largest gradients go as far as the box lets them, until epsilon is used up.
+    ``clip(x + epsilon * sign(grad loss))`` in Linf and ``x + epsilon * grad / |grad|_2`` in L2: the maximum of the
+    linearised loss if the box does not interfere. In L1 the result is this maximum also in a box: the coordinates with
+    the largest gradients go as far as the box lets them, until epsilon is used up.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         loss: As in `pgd`.
         **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
@@ -80,7 +80,7 @@ def rs_fgsm(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         step_size: Length of the step; one for all, or (N,). None: ``1.25 * epsilon``, as in the paper.
         loss: As in `pgd`.
         generator: Draws the start. None: torch's global generator.
@@ -124,26 +124,26 @@ def pgd(
     """Ascend the loss inside a ball around every input by projected gradient steps.
 
     ``x_{t+1} = project(x_t + step_size * direction(grad loss(model(x_t), labels)))``, where the direction is the sign
-    in Linf and the normalised gradient in L2, and the projection is onto the ball and the box together. In L1 a step
-    fills the coordinates with the largest gradients up to the box, one after the other.
+    in Linf and the normalised gradient in L2, and the projection is onto the intersection of ball and box. In L1 a step
+    moves the coordinates with the largest gradients to the box, one after the other.
 
     While the block `EXAMPLE` is in place no graph outlives a step, so memory does not grow with `steps`. While it is
-    open the steps themselves are differentiated. In Linf that adds exactly nothing, because the sign has derivative
-    zero; in L2 it adds the effect of the parameters on the direction of the steps. The examples are the same, bit for
-    bit, as long as torch evaluates a backward formula in the same way when it records the formula. For SiLU and group
-    normalisation torch does not, and the examples agree to rounding.
+    open the steps are differentiated. In Linf that adds exactly zero, because the sign has derivative zero; in L2 it
+    adds the effect of the parameters on the direction of the steps. The examples are the same, bit for bit, where torch
+    computes a backward pass in the same way with ``create_graph``. For SiLU and group normalisation torch does not, and
+    the examples agree up to rounding.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module, and so are the
             modules that a function refers to.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``, enough to reach
             the boundary from anywhere in the ball (Madry et al. 2018, section 5).
-        loss: Function of logits and labels that returns the losses (N,) to raise; with `targets`, of logits and targets
-            that returns the losses to lower. None: `margin_loss`.
-        restarts: Number of ascents, each from a start of its own. For every sample the one with the greatest last loss
+        loss: Function of logits and labels that returns losses (N,) to raise; with `targets`, a function of logits and
+            targets that returns losses to lower. None: `margin_loss`.
+        restarts: Number of ascents, each from its own start. For every sample the ascent with the greatest final loss
             is kept.
         random_start: Start at points drawn uniformly from the ball, instead of at `x`, where the attack is
             deterministic and its rows do not depend on each other. None: if there are several `restarts`, or a
@@ -184,7 +184,7 @@ def pgd(
 
 
 def ascend(attack: Setting, example: Tensor, loss: Loss | None, steps: int, stride: Tensor) -> Tensor:
-    """Return the end of some steps up the loss, not settled."""
+    """Return the last point of an ascent of the loss, before `settle`."""
     for _ in range(steps):
         point, gradient, _ = attack.gradient(example, loss)
         example = attack.ball.step(point, gradient, stride)

@@ -1,4 +1,4 @@
-"""Losses that an attack climbs: logits and labels to one number per sample, positive or rising where the model errs.
+"""Losses that attacks raise: logits and labels to one number per sample, positive or rising where the model errs.
 
 N samples, C classes.
 """
@@ -28,11 +28,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return by how much the other classes together beat the label, in nats per sample.
+    """Return the log odds against the label, in nats per sample.
 
     ``logsumexp_{j != y} z_j - z_y = log((1 - p_y) / p_y)``. Its gradient is the gradient of the cross entropy, divided
-    by ``1 - p_y``: the same signs and the same direction, so an attack takes the same steps. But where the softmax
-    rounds p_y to 1, the gradient of the cross entropy loses the label's part and points elsewhere; this one does not.
+    by ``1 - p_y``: the same signs and the same direction, so an attack takes the same steps. Where the softmax rounds
+    p_y to 1, the gradient of the cross entropy loses the label's part and points elsewhere; the gradient of this loss
+    does not.
 
     Args:
         logits: (N, C), at least two classes.
@@ -54,7 +55,7 @@ def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def difference_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return by how much the best other class beats the label, ``max_{j != y} z_j - z_y``, in the units of the logits.
+    """Return the lead of the best other class over the label, ``max_{j != y} z_j - z_y``, in the units of the logits.
 
     Args:
         logits: (N, C), at least two classes.
@@ -80,10 +81,10 @@ def difference_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the difference of logits ratio: by how much the best other class beats the label, without a scale.
+    """Return the difference of logits ratio: the lead of the best other class over the label, without a scale.
 
-    ``(max_{j != y} z_j - z_y) / (z_(1) - z_(3))`` with ``z_(i)`` the i-th largest logit. Neither a shift of the logits
-    nor a factor changes it. Where the model is right it lies between -1 and 0.
+    ``(max_{j != y} z_j - z_y) / (z_(1) - z_(3))`` with ``z_(i)`` the i-th largest logit. It does not change if all
+    logits are shifted or scaled. Where the model is right it lies between -1 and 0.
 
     Args:
         logits: (N, C), at least three classes.
@@ -111,7 +112,7 @@ def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def targeted_dlr_loss(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-    """Return the targeted difference of logits ratio: by how much one class beats the label, without a scale.
+    """Return the targeted difference of logits ratio: the lead of one class over the label, without a scale.
 
     ``(z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2)`` with ``z_(i)`` the i-th largest logit. With the denominator of
     `dlr_loss` it would be constant, -1, wherever y is the largest and t the third.
@@ -144,7 +145,7 @@ def targeted_dlr_loss(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor
 
 
 def margin_slope(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the gradient of `margin_loss` in the logits: the softmax of the other classes, and -1 at the label."""
+    """Return the gradient of `margin_loss` by the logits: the softmax of the other classes, and -1 at the label."""
     index = class_index(logits, labels)
     return _others(logits, index).softmax(1).scatter(1, index, -1.0)
 

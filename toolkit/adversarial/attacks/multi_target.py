@@ -1,7 +1,8 @@
 """Attacks on every margin of a sample at once: one linearised step for each other class, and ascents from there.
 
 The worst case of a classifier is the worst of its margins ``z_t - z_y``, one for each other class t. An attack on the
-cross entropy follows a mixture of them and ends where the mixture is largest; here each is followed on its own.
+cross entropy follows a mixture of the margins and ends where the mixture is largest; here each margin is followed on
+its own.
 
 N samples, each of shape (...), C classes, T classes that are tried per sample. A pair is a sample and a class to try.
 """
@@ -43,10 +44,10 @@ def multi_target(
 ) -> Tensor:
     """Ascend the margin ``z_t - z_y`` of each of the most likely other classes t, until the model errs.
 
-    The first ascent begins where the linearised margin is largest in ball and box, so it is over at once if the model
-    is linear (see `linearised`). Each of its `steps` goes up the gradient of the margin, as in `pgd`, with a length
-    that falls linearly from ``2 epsilon``, the width of the ball, to 0: the first steps go from corner to corner, the
-    last ones settle. A margin is linear in the logits, so multiplying the logits by a number changes nothing, and its
+    The first ascent begins where the linearised margin is largest in ball and box, so it ends at once if the model is
+    linear (see `linearised`). Each of its `steps` goes up the gradient of the margin, as in `pgd`, with a length that
+    falls linearly from ``2 epsilon``, the width of the ball, to 0: the first steps go from corner to corner, the last
+    steps are fine. A margin is linear in the logits, so multiplying the logits by a number changes nothing, and its
     gradient does not vanish where the softmax rounds to 1.
 
     Further ascents begin at `x` and at a point of the ball in turn. Each of their steps moves a random half of the
@@ -54,14 +55,15 @@ def multi_target(
     are known from mixed-integer programs, such ascents find the rarest errors several times as often as plain ascents
     from random points.
 
-    A sample is left as soon as one of its classes beats the label, and a class as soon as its ascent stands still.
+    The attack leaves a sample as soon as one of its classes beats the label, and a class as soon as its ascent stands
+    still.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`. There are no `targets`: the attack chooses its own.
+        labels: (N,). None: the model's predictions at `x`. There are no `targets`: the attack chooses its own.
         steps: Number of gradient steps in each ascent.
-        n_targets: T; the classes that are tried are those with the largest logits at `x`. At most C - 1 are.
+        n_targets: T, at most C - 1 in effect; the classes with the largest logits at `x` are tried.
         restarts: Number of ascents for each class. All but the first are random.
         at_once: Number of pairs that the model is run on at once, which bounds the memory. All T pairs of a sample
             stay together, so it is never less than T. None: the larger of N and 1024.
@@ -109,10 +111,11 @@ def linearised(
 ) -> Tensor:
     """Move every input once, to where one of its linearised margins ``z_t - z_y`` is largest in ball and box.
 
-    One gradient for each of the T classes with the largest logits, then the point of the set that is farthest along
-    it: a corner in Linf, a clipped multiple of the gradient in L2, the steepest coordinates in L1. Of these T points
-    the one at which the model is most wrong is returned. If the model is linear and T is C - 1 no attack is stronger:
-    its margins are those of `certify_linear`. The arguments are those of `multi_target`.
+    For each of the T classes with the largest logits, compute the gradient of its margin and the point of the set that
+    is farthest along this gradient: a corner in Linf, a clipped multiple of the gradient in L2, the steepest
+    coordinates in L1. Of these T points return the point at which the model is most wrong. If the model is linear and T
+    is C - 1 no attack is stronger: its margins are those of `certify_linear`. The arguments are those of
+    `multi_target`.
 
     Returns:
         As in `multi_target`.

@@ -60,7 +60,7 @@ def jsma(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         share: The largest share of the coordinates to change, above 0 and at most 1; gamma of the paper.
         theta: The change of a coordinate in a step, clipped to the box; negative to lower coordinates.
         **options: `bounds`, `mask`, `targets`, `logits`. Without `targets` the target is the likeliest class other than
@@ -72,7 +72,8 @@ def jsma(
 
     Raises:
         TypeError: As in `pgd`.
-        ValueError: As in `pgd`, or if `share` is out of its range or of no two coordinates, or `theta` is 0.
+        ValueError: As in `pgd`, or if `share` is out of its range or allows fewer than two coordinates, or `theta` is
+            0.
 
     References:
         Papernot, McDaniel, Jha, Fredrikson, Celik and Swami, "The limitations of deep learning in adversarial
@@ -157,16 +158,16 @@ def sparsefool(
     overshoot: float = 3.0,
     **options: Unpack[SparseOptions],
 ) -> Tensor:
-    """Cross the boundary that DeepFool meets, linearised beyond it, by changing the steepest coordinates first.
+    """Cross the linearised boundary that DeepFool finds, and change the steepest coordinates first.
 
-    At x_t DeepFool finds a point b on the boundary. The model has the slope w at ``c = x_t + overshoot * (b - x_t)``.
+    From x_t DeepFool finds a point b on the boundary. At ``c = x_t + overshoot * (b - x_t)`` the model has the slope w.
     The step is the sparsest d in the box with ``w . d = w . (c - x_t)``: the coordinates with the largest ``|w_i|`` go
     to the faces of the box, until the hyperplane through c is reached.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Largest number of steps.
         overshoot: Lambda of the paper, at least 1. A larger one takes fewer steps and changes more coordinates.
         **options: `bounds`, `mask`, `targets`, `logits`.
@@ -224,13 +225,13 @@ def one_pixel(
     """Change one pixel, or a few, to values that are found by differential evolution from the logits alone.
 
     A candidate has a place and a value for each channel of each pixel. In each step every candidate is compared with
-    ``r_1 + 0.5 (r_2 - r_3)`` of three random others, and replaced if the model errs by more with the new one. A sample
-    is left as soon as one of its candidates is adversarial.
+    ``r_1 + 0.5 (r_2 - r_3)``, where the r are three random other candidates, and replaced if the model errs by more at
+    the new candidate. The attack leaves a sample as soon as one of its candidates is adversarial.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It need not be differentiable.
-        x: Clean images, (N, C, H, W), or vectors, (N, D), of which each coordinate is a pixel.
-        labels: (N,). None: the model's answers at `x`.
+        x: Clean images, (N, C, H, W), or vectors, (N, D), whose coordinates are the pixels.
+        labels: (N,). None: the model's predictions at `x`.
         pixels: Number of pixels to change.
         steps: Number of generations.
         population: Number of candidates, at least 4. A step evaluates all of them.

@@ -1,4 +1,4 @@
-"""SPSA: gradients estimated from differences of the loss along random directions, climbed by Adam.
+"""SPSA: ascent by Adam, with gradients estimated from differences of the loss along random directions.
 
 N samples, each of shape (...), S directions.
 """
@@ -37,13 +37,13 @@ def spsa(
     """Ascend the margin by gradients that are estimated from the logits alone.
 
     ``grad ~ mean_s (f(x + delta v_s) - f(x - delta v_s)) / (2 delta) v_s`` with random signs v_s, the same for all
-    samples, and f the margin by which the model errs. The steps are Adam's, projected onto ball and box. A sample is
-    left as soon as it is adversarial.
+    samples, and f the margin by which the model errs. The steps are Adam's, projected onto ball and box. The attack
+    leaves a sample as soon as it is adversarial.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It need not be differentiable.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of steps.
         directions: S. A step costs 2 S evaluations of each sample.
         delta: Length of the differences, in the units of `x`.

@@ -37,25 +37,25 @@ def square(
     generator: torch.Generator | None,
     **options: Unpack[AttackOptions],
 ) -> Tensor:
-    r"""Search at random, by squares, with the logits alone: no gradient is taken, so none can mislead or be missing.
+    r"""Search at random, by squares, from the logits alone: a missing or masked gradient does not matter.
 
     In Linf every pixel of a square is set to the same corner of the ball, drawn for each channel; the start is stripes
-    one pixel wide. In L2 and L1 the length is given to bumps that fall off from their centres, at first a grid of them;
-    a step moves the length inside of one random window to another, as a new bump. A change is kept if it lowers
-    ``z_y - max_{j != y} z_j`` (with targets: if it raises the target's lead). The windows cover `proportion` of the
-    image at first, and less and less of it. A sample is dropped from the batch as soon as it is adversarial.
+    one pixel wide. In L2 and L1 the perturbation is a grid of bumps at first, which fall off from their centres; a step
+    moves the length inside of one random window to another window, as a new bump. A change is kept if it lowers ``z_y -
+    max_{j != y} z_j`` (with targets: if it raises the target's lead). The windows cover `proportion` of the image at
+    first, and less and less of it. A sample is dropped from the batch as soon as it is adversarial.
 
-    Inputs (N, C, H, W) are images; (N, D) is an image of one channel where D is a square number, else a row of D
-    pixels whose squares are segments; (N, C, L) is such a row with C channels. Others are taken as one row.
+    Inputs (N, C, H, W) are images; (N, D) is an image of one channel if D is a square number, else a row of D pixels
+    whose squares are segments; (N, C, L) is such a row with C channels. Inputs of any other shape are taken as one row.
 
-    All random numbers are drawn for all samples, needed or not, so the result for a sample does not depend on how fast
+    All random numbers are drawn for all samples, needed or not, so the result for a sample does not depend on how soon
     the others are broken. While the block `EXAMPLE` is open, an example moves with its `x` where it is not on the box;
     the search itself has no derivative.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It need not be differentiable.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         queries: Largest number of evaluations of the model per sample, the clean input included.
         proportion: Share of the pixels that is changed at first, above 0 and at most 1.
         generator: Draws windows and signs. None: torch's global generator.

@@ -1,4 +1,4 @@
-"""Attacks whose examples fool other models too: momentum, and gradients that are smoothed, looked ahead or varied.
+"""Transfer attacks, whose examples also fool other models: momentum, and smoothed, look-ahead or averaged gradients.
 
 N samples, each of shape (...), or images of C channels, H rows and W columns.
 """
@@ -41,13 +41,13 @@ def mi_fgsm(
 ) -> Tensor:
     """Ascend along a running sum of gradients: the iterative fast gradient method with momentum.
 
-    ``g_{t+1} = momentum * g_t + grad / |grad|_1``, then a step as in `pgd` with this in the place of the gradient. The
-    sum remembers where earlier points were heading, which makes examples that also fool other models.
+    ``g_{t+1} = momentum * g_t + grad / |grad|_1``, then a step as in `pgd` with g in the place of the gradient. The sum
+    keeps the directions of earlier steps, so its examples also fool other models.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``, as in the paper.
         momentum: The part of the sum that is kept, at least 0; 0 is a plain ascent.
@@ -89,7 +89,7 @@ def ni_fgsm(
     momentum: float = 1.0,
     **options: Unpack[GradientOptions],
 ) -> Tensor:
-    """Ascend with momentum by gradients that are taken ahead of the point: Nesterov's accelerated gradient.
+    """Ascend with momentum by gradients at a look-ahead point: Nesterov's accelerated gradient.
 
     As `mi_fgsm`, with the gradient at ``x_t + momentum * step_size * D g_t``, where g_t is the running sum of
     gradients divided by their L1 norm, and D the number of features. The factor D is that of the authors' code, which
@@ -137,13 +137,13 @@ def di_fgsm(
 ) -> Tensor:
     """Ascend with momentum by gradients at images that are shrunk and padded at random: diverse inputs.
 
-    Before each gradient, with some probability, the images are scaled to a side between `resize` times theirs and
-    theirs, and padded with zeros to their size at a random place.
+    Before each gradient, with some probability, the images are scaled by a random factor between `resize` and 1, and
+    padded with zeros to their old size, at a random place.
 
     Args:
         model: Inputs (N, C, H, W) to logits (N, C).
         x: Clean images, (N, C, H, W), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``.
         momentum: As in `mi_fgsm`.
@@ -196,14 +196,14 @@ def ti_fgsm(
     sigma: float | None = None,
     **options: Unpack[GradientOptions],
 ) -> Tensor:
-    """Ascend with momentum by gradients that are blurred, which stands for gradients at many shifted images.
+    """Ascend with momentum by blurred gradients, an approximation of the mean gradient at many shifted images.
 
     ``g_{t+1} = momentum * g_t + (W * grad) / |W * grad|_1`` with a Gaussian kernel W.
 
     Args:
         model: Inputs (N, C, H, W) to logits (N, C).
         x: Clean images, (N, C, H, W), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``.
         momentum: As in `mi_fgsm`.
@@ -258,7 +258,7 @@ def vmi_fgsm(
     generator: torch.Generator | None,
     **options: Unpack[GradientOptions],
 ) -> Tensor:
-    """Ascend with momentum by gradients that are corrected by their mean nearby: variance tuning.
+    """Ascend with momentum by gradients corrected by the mean gradient nearby: variance tuning.
 
     ``g_{t+1} = momentum * g_t + (grad + v_t) / |grad + v_t|_1``, where ``v_{t+1}`` is the mean gradient at points drawn
     around x_t, minus the gradient at x_t.
@@ -266,12 +266,12 @@ def vmi_fgsm(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). None: the model's answers at `x`.
+        labels: (N,). None: the model's predictions at `x`.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``.
         momentum: As in `mi_fgsm`.
         neighbours: Number of points that are drawn in each step. Each costs a gradient.
-        radius: Radius of the ball around x_t that they are drawn from, in units of epsilon.
+        radius: Radius of the ball around x_t from which the points are drawn, in units of epsilon.
         generator: Draws the points. None: torch's global generator.
         **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 

@@ -1,6 +1,6 @@
 """Threat models: the inputs within epsilon of a clean one in some norm, and inside a box.
 
-Every set here keeps its promise in exact arithmetic: no coordinate, and no norm, is beyond its bound by a rounding.
+The points of every set here satisfy its bounds in exact arithmetic: rounding moves no coordinate and no norm beyond.
 
 N samples, each of shape (...) with D features in all.
 """
@@ -47,14 +47,14 @@ _REGIONS: dict[str, type[LinfBall] | type[L2Ball] | type[L1Ball]] = {"linf": Lin
 class Ball:
     """A threat model: the inputs within a radius of a clean one, in a norm and inside of a box.
 
-    Attacks take a ball as ``ball=Ball(0.1, "l2")``, or in short its fields, ``epsilon=0.1, norm="l2"``.
+    Attacks take a ball as ``ball=Ball(0.1, "l2")``, or for short its fields, ``epsilon=0.1, norm="l2"``.
 
     Attributes:
         epsilon: Radius; one for all, or (N,). In Linf also one for each feature, with as many dimensions as the inputs
             and broadcast to them. None: the whole box.
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, each a number or broadcast to the inputs; None for no box. A clean
-            value that is out of them by a rounding stays allowed.
+            value that exceeds them by rounding alone is allowed.
         mask: True where an input may change, broadcast to the inputs as torch broadcasts: a mask of shape (N,) is not
             one for each sample. None: everywhere.
 
@@ -136,7 +136,7 @@ class BallFields(TypedDict, total=False):
 
 
 class BallOptions(BallFields, total=False):
-    """The keywords of every attack that name its threat model: a `Ball`, or in short the fields of one."""
+    """The keywords of every attack that name its threat model: a `Ball`, or for short its fields."""
 
     ball: Ball
     epsilon: float | Tensor | None
@@ -146,7 +146,8 @@ def ball_of(**options: Unpack[BallOptions]) -> Ball:
     """Return the ball that the keywords of an attack name.
 
     Raises:
-        TypeError: If there is neither a ball nor an `epsilon`, a ball and a field of one, or another keyword.
+        TypeError: If there is neither a ball nor an `epsilon`, if there are both a ball and a field of a ball, or if
+            there is another keyword.
     """
     unknown = sorted({*options} - BallOptions.__annotations__.keys())
     if unknown:

@@ -62,11 +62,11 @@ def per_sample(argument: str, value: object, x: Tensor, *, by_feature: bool = Fa
         argument: Its name.
         value: One for all, or one per sample, (N,).
         x: Inputs, (N, ...).
-        by_feature: Take a size for each feature as well, of as many dimensions as `x`.
+        by_feature: Whether to accept a size for each feature as well, with as many dimensions as `x`.
 
     Raises:
         TypeError: As in `sizes_of`.
-        ValueError: As in `sizes_of`, or if there is neither one for all nor one per sample.
+        ValueError: As in `sizes_of`, or if `value` is neither one size for all samples nor one per sample.
     """
     sizes = sizes_of(argument, value, x.device)
     if by_feature and sizes.dim() == x.dim() and all(n in {1, m} for n, m in zip(sizes.shape, x.shape, strict=True)):
@@ -82,8 +82,8 @@ def sizes_of(argument: str, value: object, device: torch.device | None = None) -
     """Return one size, or several, as float64.
 
     Raises:
-        TypeError: If `value` is not a number, nor a tensor or array of numbers; also if it is a list of several, which
-            may mean one per sample, per feature, or one after the other.
+        TypeError: If `value` is not a number, nor a tensor or array of numbers; also if it is a list of several
+            numbers, which might be one per sample, one per feature, or radii to try in turn.
         ValueError: If a value is negative or not finite.
     """
     if type(value) in (int, float) and 0 <= value <= sys.float_info.max:  # type: ignore[operator]
@@ -114,7 +114,7 @@ def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError: If `bounds` is not a pair of numbers.
-        ValueError: If the bounds are in the wrong order, or `x` is out of them by more than a rounding.
+        ValueError: If the bounds are in the wrong order, or `x` exceeds them by more than rounding.
     """
     least, most = ends_of(bounds)
     lower, upper = round_inward(least, x, math.inf), round_inward(most, x, -math.inf)
@@ -175,7 +175,7 @@ def free(x: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def draw(distribution: Callable[..., Tensor], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw on the generator's device, so that a seed means the same on every device.
+    """Draw on the generator's device, so that a seed gives the same numbers on every device.
 
     Raises:
         TypeError: If `generator` is not a `torch.Generator`.

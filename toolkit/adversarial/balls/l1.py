@@ -45,10 +45,10 @@ class L1Ball(RoundRegion):
     def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
         """Return the point at a distance of at most `stride` on the way to `farthest`, from a point of the set.
 
-        It needs no projection, because the set is convex. A steepest step would move one coordinate, which soon meets
-        the box. A plain gradient step would move all of them a little, and the projection would undo most of it. This
-        step heads for the maximum of the linearised function, and stands still only where no point of the set is better
-        to first order.
+        The step needs no projection, because the set is convex. A steepest step would move one coordinate, which soon
+        meets the box. A plain gradient step would move all coordinates a little, and the projection would undo most of
+        the move. This step heads for the maximum of the linearised function, and stands still only where no point of
+        the set is better to first order.
 
         References:
             Frank and Wolfe, "An algorithm for quadratic programming", 1956 (steps towards the vertex).
@@ -73,10 +73,11 @@ class L1Ball(RoundRegion):
     def project(self, example: Tensor) -> Tensor:
         r"""Return the nearest point of the ball and the box together, up to rounding.
 
-        With ``v = example - x`` and ``u_i`` the room in the direction of ``v_i`` it has the displacements
-        :math:`\operatorname{sign}(v_i) \min(\max(|v_i| - \lambda, 0), u_i)`. If these lie in the ball,
-        :math:`\lambda` is 0, else they add up to epsilon (the conditions of Karush, Kuhn and Tucker). Their sum falls
-        with lambda in straight lines between 2 D bends, so lambda is found by sorting them.
+        With ``v = example - x`` and ``u_i`` the room in the direction of ``v_i`` the displacements of this point are
+        :math:`\operatorname{sign}(v_i) \min(\max(|v_i| - \lambda, 0), u_i)`. If these lie in the ball with
+        :math:`\lambda = 0`, lambda is 0; otherwise their lengths add up to epsilon (the Karush-Kuhn-Tucker conditions).
+        The sum is a decreasing, piecewise linear function of lambda with 2 D breakpoints, so lambda is found by sorting
+        the breakpoints.
         """
         offset = example.to(self.down.dtype) - self.x.to(self.down.dtype)
         signs = offset.sign()

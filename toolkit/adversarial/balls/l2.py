@@ -40,9 +40,9 @@ class L2Ball(RoundRegion):
     def project(self, example: Tensor) -> Tensor:
         """Return the nearest point of the ball and the box together, up to rounding.
 
-        With ``v = example - x`` it is ``clip(x + s v)``, where s is 1 if that lies in the ball, and else puts it on
-        the sphere (the conditions of Karush, Kuhn and Tucker). To project on the ball alone and clip afterwards gives
-        a point inside of the sphere: a weaker attack.
+        With ``v = example - x`` this point is ``clip(x + s v)``, where s is 1 if the point then lies in the ball, and
+        otherwise the factor that puts it on the sphere (the Karush-Kuhn-Tucker conditions). Projecting onto the ball
+        alone and clipping afterwards would end inside of the sphere: a weaker attack.
         """
         x = self.x.to(self.down.dtype)
         offset = example.to(self.down.dtype) - x
@@ -61,9 +61,9 @@ class L2Ball(RoundRegion):
     def farthest(self, gradient: Tensor) -> Tensor:
         """Return the point of the set at which a linear function with this gradient is largest, up to rounding.
 
-        It is ``x + clip(t * gradient)`` with the t at which the displacement has length epsilon, or the corner of the
-        box if no t reaches that length. Between the values of t at which a coordinate meets the box, the squared length
-        is ``|held|^2 + t^2 |free|^2``, so t is found by sorting these values.
+        This point is ``x + clip(t * gradient)`` with the t at which the displacement has length epsilon, or the corner
+        of the box if no t reaches that length. Between the values of t at which a coordinate meets the box, the squared
+        length is ``|held|^2 + t^2 |free|^2``, so t is found by sorting these values.
         """
         with no_graph():
             towards = self.direction(gradient).double()

@@ -1,4 +1,4 @@
-"""The form of all balls, and the parts that several norms share.
+"""The interface of all balls, and the code that several norms share.
 
 N samples, each of shape (...) with D features in all.
 """
@@ -54,7 +54,7 @@ class Region(ABC):
 
     @abstractmethod
     def settle(self, example: Tensor) -> Tensor:
-        """Return the projected `example`, moved towards the clean input by the roundings that left the set."""
+        """Return the projected `example`, moved towards the clean input where rounding left the set."""
 
     def rows(self, index: Tensor) -> Self:
         """Return the region of some samples, by their indices or a Boolean tensor, (N,)."""
@@ -66,7 +66,7 @@ class Region(ABC):
 
 @dataclass(frozen=True)
 class RoundRegion(Region):
-    """A ball that is no box itself: the displacements of ``|d| <= radius`` in L1 or L2.
+    """A ball that is not itself a box: the displacements with ``|d| <= radius`` in L1 or L2.
 
     Attributes:
         radius: Epsilon, float64, (N or 1, 1, ...).
@@ -90,7 +90,7 @@ class RoundRegion(Region):
         return cls(x, lower, upper, radius, down, up, free)
 
     def settle(self, example: Tensor) -> Tensor:
-        """Shrink examples that are out of the ball by a rounding, in float64, then round towards the clean input."""
+        """Shrink examples that rounding put outside of the ball, in float64, then round towards the clean input."""
         return shrink(example, self.x, self.radius, self.order)
 
     def masked(self, tensor: Tensor) -> Tensor:
