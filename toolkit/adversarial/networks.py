@@ -1,4 +1,4 @@
-"""Networks to attack and to train: perceptrons, a small convolutional network, and a residual one for colour images.
+"""Networks to attack and to train: multilayer perceptrons, a small convolutional network and a residual network.
 
 Parameters are drawn from an explicit generator, on the CPU, so that a seed makes the same network on every device.
 
@@ -25,8 +25,8 @@ Activation = Callable[[], nn.Module]
 class Normalize(nn.Module):
     """Scale every channel as a network expects it: ``(x - mean) / std``.
 
-    In front of a network it becomes a part of the attacked model. The radius of the ball and the bounds of the box are
-    then in units of pixels in [0, 1], and not of numbers that differ from channel to channel.
+    Put in front of a network, it is part of the attacked model. The radius of the ball and the bounds of the box are
+    then in units of pixels in [0, 1], the same for every channel.
 
     Args:
         mean: Mean to subtract from each channel, (C,); one number for all.
@@ -86,7 +86,7 @@ def mlp(
     activation: Activation = nn.ReLU,
     generator: torch.Generator | None,
 ) -> nn.Sequential:
-    """Return a perceptron: linear layers with an activation between them.
+    """Return a multilayer perceptron: linear layers with an activation between them.
 
     Args:
         n_features: D.
@@ -178,7 +178,7 @@ def preactivation_resnet18(
     activation: Activation = nn.ReLU,
     generator: torch.Generator | None,
 ) -> nn.Sequential:
-    """Return a residual network of 18 layers in the form for small images, with its activations before the weights.
+    """Return the pre-activation ResNet-18 for small images.
 
     A convolution, four stages of two blocks, the last activation, the mean over the pixels and a linear layer. A block
     is ``x + conv(a(norm(conv(a(norm(x))))))``. The first block of a stage but the first halves height and width and

@@ -1,8 +1,8 @@
-"""Bounds of the logits over all inputs of a ball: by intervals, for training, and by linear relaxations, to certify.
+"""Bounds of the logits over all inputs of a ball: intervals to train with, linear relaxations to certify with.
 
 Every bound holds for the model in evaluation mode. Certificates are computed in float64 for any dtype of the inputs and
-the model, and rounded outward: they hold for its weights in exact arithmetic. The other bounds, and the loss, are in
-the dtype of the inputs, also under ``torch.autocast``, and hold up to its rounding.
+the model, and rounded outward: they hold for its weights in exact arithmetic. The other bounds and the loss are
+computed in the dtype of the inputs, also under ``torch.autocast``, and hold up to the rounding of this dtype.
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -93,10 +93,10 @@ def interval_loss(
     """Return an upper bound of the mean worst-case cross entropy in a Linf ball: the loss of certified training.
 
     ``log(1 + sum_{j != y} exp(-m_j))`` with lower bounds ``m_j`` of the margins ``z_y - z_j``. A margin is bounded as
-    one unit of a layer with weights ``w_y - w_j`` on the last hidden interval: this is tighter than the difference of
-    two bounds. The gradient is the whole gradient of this bound, without blocks.
+    the output of a layer with weights ``w_y - w_j`` on the last hidden interval, which is tighter than the difference
+    of two bounds. The gradient is the full gradient of this bound, without blocks.
 
-    Training should start with a small epsilon that grows, and with a share of the plain cross entropy.
+    In training, epsilon should grow from a small value, and the plain cross entropy should be a part of the loss.
 
     Args:
         model: As in `interval_bounds`, from inputs (N, ...) to logits (N, C).

@@ -1,4 +1,4 @@
-"""Exact worst cases of linear classifiers, to check attacks with.
+"""Exact worst cases of linear classifiers, as a check of attacks.
 
 A linear function on the intersection of a ball and a box has its maximum in closed form, so the worst case of each
 margin is exact. The computation shares no code with the attacks.
@@ -39,9 +39,9 @@ def certify_linear(
 
     ``min_{j != y} min_{x' in ball(x)} z_y(x') - z_j(x')`` with ``z = W x + b``. The two minima are exchanged, and the
     inner minimum is that of a linear function: in Linf every coordinate moves to the end of its interval; in L2 the
-    displacement is ``clip(t (w_j - w_y))``, with t such that it has length epsilon; in L1 the length is spent on the
-    steepest coordinate until it meets the box, then on the next (the fractional knapsack). A classifier is robust at a
-    sample exactly if the result is positive. Differentiable in `weight` and `bias`; `x` is data.
+    displacement is ``clip(t (w_j - w_y))``, with t such that it has length epsilon; in L1 the steepest coordinate moves
+    until it meets the box, then the next, until epsilon is used up (the fractional knapsack). A classifier is robust at
+    a sample exactly if the result is positive. Differentiable in `weight` and `bias`; `x` is data.
 
     Args:
         weight: (C, D).
@@ -108,8 +108,8 @@ def robust_loss_linear(
         ValueError: If there are not two classes, or as in `certify_linear`.
 
     References:
-        Xu, Caramanis and Mannor, "Robustness and regularization of support vector machines", 2009 (the same exchange
-        for the hinge loss); Danskin, "The theory of max-min", 1967.
+        Xu, Caramanis and Mannor, "Robustness and regularization of support vector machines", 2009 (the same exchange of
+        minima for the hinge loss); Danskin, "The theory of max-min", 1967.
 
     Example:
         >>> weight = torch.tensor([[1.0, 1.0], [0.0, 0.0]])

@@ -1,6 +1,6 @@
-"""Exact verification of small ReLU networks: search, then proofs by cases, then linear programs for the rest.
+"""Exact verification of small ReLU networks: descent, then branch and bound, then linear programs for the rest.
 
-This module shares no code with the attacks, so that it can be their witness.
+This module shares no code with the attacks, so that it can serve as an independent check of them.
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -65,7 +65,7 @@ class Verification:
 
     @property
     def unknown(self) -> Tensor:
-        """Samples that are neither: a limit was reached, or the margin is zero to rounding, (N,)."""
+        """Samples neither robust nor broken: a limit was reached, or the margin is zero up to rounding, (N,)."""
         return ~(self.robust | self.broken)
 
     def __str__(self) -> str:
@@ -89,20 +89,20 @@ def verify_relu(
     """Decide exactly for each sample whether any input of a ball changes the class; or find its worst-case margin.
 
     There are three steps, each for the samples that the previous step leaves open. First, a descent on each margin
-    searches for a misclassified input. Second, proofs by cases assume an undecided rectifier to be on, then off. They
-    bound each case by linear functions (as `certify_crown` does, with optimised slopes and multipliers), thousands of
-    cases at once. Third, samples that need too many cases are solved, in Linf and L1, by linear programs, one for each
-    case: slower, and with a tighter bound.
+    searches for a misclassified input. Second, branch and bound: an undecided ReLU is taken to be on in one case, and
+    off in another. Linear functions bound each case (as in `certify_crown`, with optimised slopes and multipliers),
+    thousands of cases at once. Third, in Linf and L1, samples that need too many cases are solved by linear programs,
+    one for each case, which are slower and bound more tightly.
 
     "Exact" means: an adversarial input is inside of the ball, and the model itself misclassifies it in float64. Every
-    proved bound is a dual bound, which holds for any slopes, multipliers and prices. So the solver of the programs,
-    HiGHS, proposes prices and is not trusted. The rounding of float64, in the proof and in the model, is bounded and
-    subtracted (about 1e-13 of the logits for a small network). The units of the model do not matter: rectified units
-    are first scaled to lie between -1 and 1. In L2 the third step is missing, so a sample with too many cases may be
-    unknown.
+    proved bound is a dual bound, which holds for any slopes, multipliers and dual variables. So the solver of the
+    programs, HiGHS, only proposes dual variables and need not be trusted. The rounding of float64, in the proof and in
+    the model, is bounded and subtracted (about 1e-13 of the logits for a small network). The scale of the model does
+    not matter: inputs of ReLUs are first scaled to lie between -1 and 1. In L2 the third step is missing, so a sample
+    with too many cases may be unknown.
 
     A float64 copy of the model is run; the model itself is never changed. Time grows exponentially with the number of
-    undecided rectifiers; about fifty are feasible.
+    undecided ReLUs; about fifty are feasible.
 
     Args:
         model: A `torch.nn.Sequential` of Linear, Conv1d, Conv2d, BatchNorm1d, BatchNorm2d, AvgPool2d,
@@ -118,7 +118,7 @@ def verify_relu(
             `lower` and `upper` differ by about `tolerance`.
         tolerance: The difference at which ``goal="margin"`` stops, in the units of the logits.
         time_limit: Seconds for one margin, in each of the last two steps; samples that need more are unknown. The cases
-            of all margins are examined together, and share the seconds of all. None: no limit.
+            of all margins are bounded together, and share the sum of their limits. None: no limit.
 
     Raises:
         TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or

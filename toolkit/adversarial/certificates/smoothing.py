@@ -30,8 +30,8 @@ class SmoothedCertificate(NamedTuple):
     Attributes:
         predictions: (N,), int64; -1 for samples without a certificate.
         radius: In L2, (N,), float64; 0 for samples without a certificate.
-        probability: Lower confidence bound of the probability of the prediction under noise, (N,), float64; also where
-            it is too small for a certificate.
+        probability: Lower confidence bound of the probability of the prediction under noise, (N,), float64; also given
+            where it is too small for a certificate.
     """
 
     predictions: Tensor
@@ -57,8 +57,8 @@ def certify_smoothing(
     with parameters k and samples - k + 1. Where ``p > 1/2`` no displacement shorter than ``sigma * Phi^-1(p)`` changes
     the prediction of g; elsewhere it abstains.
 
-    The certificate holds for g, not for the model, and not for the prediction of a finite vote. For each sample it is
-    wrong with a probability of at most ``1 - confidence``; for a joint statement about N samples, divide this
+    The certificate holds for g, neither for the model nor for the majority of finitely many draws. For each sample it
+    is wrong with a probability of at most ``1 - confidence``; for a joint statement about N samples, divide this
     probability by N. The largest possible radius is ``sigma * Phi^-1((1 - confidence) ** (1 / samples))``, from
     unanimous draws.
 

@@ -1,4 +1,4 @@
-"""Free adversarial training: one backward pass moves the weights and the perturbation, on every batch several times.
+"""Free adversarial training: each backward pass updates the weights and the perturbation, several times per batch.
 
 N samples, each of shape (...), C classes.
 """
@@ -22,7 +22,7 @@ __all__ = ["Replay", "free_loss"]
 
 @dataclass(frozen=True)
 class Replay:
-    """One pass over a batch at perturbed inputs, whose backward pass has two uses.
+    """One pass over a batch at perturbed inputs, whose backward pass gives both gradients.
 
     Attributes:
         loss: The mean cross entropy at the example, a scalar in nats per sample.
@@ -65,13 +65,13 @@ def free_loss(
     """Return the loss at perturbed inputs, prepared so that its backward pass gives the next perturbation as well.
 
     Free adversarial training replays every batch m times. ``loss.backward()`` gives two gradients: the weights take a
-    step by theirs, and the perturbation takes one of length epsilon in the ball by the gradient of the inputs. The
-    perturbation is kept for the next replay and for the next batch. So an epoch of m replays costs m epochs of standard
-    training.
+    step along their gradient, and the perturbation takes a step of length epsilon along the gradient of the inputs, in
+    the ball. The next replay and the next batch start from this perturbation. So an epoch of m replays costs as much as
+    m epochs of standard training.
 
     With the block `EXAMPLE` in place the gradient with respect to the weights is the gradient of the cross entropy at
-    the example. The perturbation was made by earlier weights; opening the block matters only if it still has their
-    graph.
+    the example. The perturbation was made with earlier weights; opening the block matters only if the perturbation
+    still has their graph.
 
     In training mode batch normalisation updates its running statistics in every replay, as in the paper.
 

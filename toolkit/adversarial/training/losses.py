@@ -24,12 +24,12 @@ def adversarial_loss(
     """Return the mean cross entropy at adversarial examples: the surrogate of adversarial training.
 
     It stands for the robust loss ``E max_{x' in ball(x)} L(theta, x')``. With the block `EXAMPLE` in place its gradient
-    is ``dL/dtheta`` at the example found. By Danskin's theorem that is the gradient of the robust loss, if the attack
-    found the maximum. The term that an open block adds, ``(dx'/dtheta)^T dL/dx'``, is zero there, because the example
-    can only move along the surface of the ball, at a right angle to ``dL/dx'``.
+    is ``dL/dtheta`` at the example found. By Danskin's theorem this is the gradient of the robust loss, if the attack
+    found the maximum. The term that an open block adds, ``(dx'/dtheta)^T dL/dx'``, is zero at the maximum, because the
+    example can only move along the surface of the ball, orthogonally to ``dL/dx'``.
 
     Args:
-        model: Inputs (N, ...) to logits (N, C). The examples are judged in the mode that the model is in.
+        model: Inputs (N, ...) to logits (N, C). The loss is computed in the current mode of the model.
         x: Clean inputs, (N, ...).
         labels: (N,).
         attack: Called as ``attack(model, x, labels)``; returns examples of the shape of `x`. For example

@@ -1,4 +1,4 @@
-"""MART: misclassification-aware adversarial training, which weighs a sample by how far it is from being right.
+"""MART: misclassification-aware adversarial training, which weights a sample by its probability of a wrong class.
 
 N samples, each of shape (...), C classes.
 """
@@ -30,12 +30,12 @@ def mart_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 5.0, att
     the block `EXAMPLE` in place the gradient is the gradient of this mean at the examples found: the clean distribution
     and the weight ``1 - p_y(x)`` move with the model, as in the code of the paper's authors.
 
-    Every term is taken from the logits in a form that keeps its digits, ``1 - p_y = sigmoid(margin_loss)`` say, so that
-    no constants are added to keep logarithms finite. Clean inputs and examples share one forward pass, so that in
-    training mode batch normalisation updates its running statistics once.
+    Every term is computed from the logits in a stable form, for example ``1 - p_y = sigmoid(margin_loss)``, so no
+    constants are added to keep logarithms finite. Clean inputs and examples share one forward pass, so that in training
+    mode batch normalisation updates its running statistics once.
 
     Args:
-        model: Inputs (N, ...) to logits (N, C). The loss is taken in the mode that the model is in.
+        model: Inputs (N, ...) to logits (N, C). The loss is computed in the current mode of the model.
         x: Clean inputs, (N, ...).
         labels: (N,).
         beta: Weight of the divergence, not negative.

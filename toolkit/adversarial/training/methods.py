@@ -1,4 +1,4 @@
-"""Training methods as values: the surrogate that a trainer minimises in each step, with the settings of the method.
+"""Training methods as objects: the surrogate loss that a trainer minimises in each step, with the method's settings.
 
 Every method has the same `Method.loss`; the radius and the norm of the ball come with each call, so that a schedule
 may change them.
@@ -82,11 +82,11 @@ Update = Callable[[Tensor], None]
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """A training method, as the trainer calls it."""
+    """A training method: the interface that the trainer calls."""
 
     @property
     def least_label(self) -> int | None:
-        """The least label that a sample may have, where the greatest is C - 1; None if labels are no classes."""
+        """The least allowed label of a sample (the greatest is C - 1); None if labels are not classes."""
         return 0
 
     def example(
@@ -128,14 +128,14 @@ class Method(ABC):
         """Train on one batch, and return the loss (of the last update) and the state for the next batch.
 
         Args:
-            model: As in `loss`, and so are the other arguments.
+            model: As in `loss`.
             x: Clean inputs, (N, ...).
             labels: (N,).
             ball: As in `loss`.
             generator: As in `loss`.
             update: Called with the loss for each move of the parameters. It should clear their gradients, run the
                 backward pass, add up gradients of several processes and step the optimiser.
-            state: State that the step before returned; empty in the first step.
+            state: The state that the previous step returned; empty in the first step.
         """
         loss = self.loss(model, x, labels, ball=ball, generator=generator)
         update(loss)
@@ -254,7 +254,7 @@ class TRADES(Method):
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
     ) -> Tensor:
-        """Return the inputs in the ball whose answer is farthest from the clean one, as found by the attack."""
+        """Return the inputs in the ball whose prediction the attack moved farthest from the clean prediction."""
         attack = _ascent(nearby_pgd, self, ball, start=self.start, generator=generator)
         return found_by(attack, model, x, labels, loss=divergence_from_clean(model, x))
 
@@ -274,7 +274,7 @@ class HeldTRADES(TRADES):
 
 @dataclass(frozen=True)
 class MART(PGD):
-    """Boosted cross entropy at examples of PGD, and the divergence where the clean answer is wrong. See `mart_loss`.
+    """Boosted cross entropy at examples of PGD, and the divergence, weighted by the clean error. See `mart_loss`.
 
     Attributes:
         beta: Weight of the divergence.
@@ -401,7 +401,7 @@ class LLR(_Attacked):
         number("slope_weight", self.slope_weight, least=0)
 
     def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
-        """Return the attack that looks in the ball where the loss is farthest from its tangent."""
+        """Return the attack that finds the point of the ball where the loss is farthest from its tangent."""
         return _ascent(linearity_pgd, self, ball, generator=generator)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
@@ -452,7 +452,7 @@ class Free(Standard):
 
 @dataclass(frozen=True)
 class AWP(Method):
-    """Any other method, with its loss taken at the worst weights nearby. See `awp_loss`.
+    """Adversarial weight perturbation for any other method: its loss at the worst weights nearby. See `awp_loss`.
 
     Examples are found at the unperturbed weights; the weights are then perturbed against the loss at these examples.
 

@@ -1,4 +1,4 @@
-"""Adversarial logit pairing: the logits at an example are drawn to those at the clean input.
+"""Adversarial logit pairing: a penalty pulls the logits at an example towards the logits at the clean input.
 
 N samples, each of shape (...), C classes.
 """
@@ -23,7 +23,7 @@ def alp_loss(model: Model, x: Tensor, labels: Tensor, *, weight: float, attack: 
     statistics once.
 
     Args:
-        model: Inputs (N, ...) to logits (N, C). The loss is taken in the mode that the model is in.
+        model: Inputs (N, ...) to logits (N, C). The loss is computed in the current mode of the model.
         x: Clean inputs, (N, ...).
         labels: (N,).
         weight: Weight of the squared distance, not negative.

@@ -1,4 +1,4 @@
-"""Schedules: factors of a learning rate over the part of training that is done, from 0 to 1."""
+"""Schedules: factors of the learning rate as functions of training progress, from 0 to 1."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def constant() -> Schedule:
 def one_cycle(*, peak: float = 0.3, first: float = 1 / 25, last: float = 4e-6) -> Schedule:
     """Return a schedule that rises to 1 as half a cosine does, and falls to almost nothing as another half.
 
-    Rates that are high in the middle and annealed at the end train a robust network in few epochs.
+    A high rate in the middle and a small rate at the end train a robust network in few epochs.
 
     Args:
         peak: The part of training at which the schedule is 1, between 0 and 1.
@@ -39,7 +39,7 @@ def one_cycle(*, peak: float = 0.3, first: float = 1 / 25, last: float = 4e-6) -
 
     References:
         Smith and Topin, "Super-convergence: very fast training of neural networks using large learning rates", 2019;
-        with cosines in the place of straight lines, as `torch.optim.lr_scheduler.OneCycleLR` has it.
+        with cosines in place of straight lines, as in `torch.optim.lr_scheduler.OneCycleLR`.
 
     Example:
         >>> schedule = one_cycle(peak=0.5, first=0.2, last=0)
@@ -89,7 +89,7 @@ def piecewise(milestones: Sequence[float] = (0.5, 0.75), *, factor: float = 0.1)
 
     References:
         Rice, Wong and Kolter, "Overfitting in adversarially robust deep learning", 2020: a tenth at half of training
-        and again at three quarters of it. Soon after the first milestone held-out robustness is at its best.
+        and again at three quarters of it. Held-out robustness is best soon after the first milestone.
 
     Example:
         >>> [round(piecewise()(part), 2) for part in (0, 0.49, 0.5, 0.75)]

@@ -1,4 +1,4 @@
-"""Losses that make the loss surface smooth around the data: its curvature (CURE), its distance from linear (LLR).
+"""Losses that smooth the loss surface around the data: they penalise curvature (CURE) or nonlinearity (LLR).
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -43,11 +43,12 @@ def cure_loss(
 
     ``mean(l(x) + weight * |grad l(x + h z) - grad l(x)|_2^2)`` with the cross entropy l of every sample and its
     gradient with respect to the input, where z is the steepest direction of unit norm: ``sign(grad l(x))`` in Linf, and
-    ``grad l(x) / |grad l(x)|_2`` in L2. With the block `CURVATURE_DIRECTION` in place z is a constant. Opened, it adds
-    exactly nothing in Linf, because the sign has derivative zero; in L2 it adds the effect of the parameters on z.
+    ``grad l(x) / |grad l(x)|_2`` in L2. With the block `CURVATURE_DIRECTION` in place z is a constant. Opened, the
+    block adds exactly zero in Linf, because the sign has derivative zero; in L2 it adds the effect of the parameters on
+    z.
 
-    The first term is taken in the mode that the model is in, with one update of running statistics; the gradients are
-    taken in evaluation mode, in which the samples do not depend on each other and nothing is updated.
+    The first term is computed in the current mode of the model, with one update of running statistics; the gradients
+    are computed in evaluation mode, in which the samples do not depend on each other and nothing is updated.
 
     Args:
         model: Inputs (N, ...) to logits (N, C), twice differentiable (with ReLU almost everywhere).
@@ -89,15 +90,14 @@ def cure_loss(
 def llr_loss(
     model: Model, x: Tensor, labels: Tensor, *, weight: float = 4.0, slope_weight: float = 3.0, attack: Attack
 ) -> Tensor:
-    """Return the cross entropy and how far it is from linear in the ball: local linearity regularisation.
+    """Return the cross entropy and its deviation from linear in the ball: local linearity regularisation.
 
     ``mean(l(x) + weight * |l(x + d) - l(x) - d . grad l(x)| + slope_weight * |d . grad l(x)|)``, where d is the
     displacement at which the loss is farthest from its tangent (`linearity_pgd`). With the block `EXAMPLE` in place the
-    gradient is the gradient of this mean with d held constant; the gradient with respect to the input is
-    differentiated.
+    gradient is the gradient of this mean with d held constant; ``grad l(x)`` itself is differentiated.
 
-    The first term is taken in the mode that the model is in, with one update of running statistics; the others are
-    taken in evaluation mode, in which the samples do not depend on each other and nothing is updated.
+    The first term is computed in the current mode of the model, with one update of running statistics; the others are
+    computed in evaluation mode, in which the samples do not depend on each other and nothing is updated.
 
     Args:
         model: Inputs (N, ...) to logits (N, C), twice differentiable (with ReLU almost everywhere).
@@ -150,9 +150,9 @@ def linearity_pgd(
 ) -> Tensor:
     """Search for the point of the ball at which the cross entropy is farthest from its tangent at `x`.
 
-    Projected gradient ascent of ``|l(x + d) - l(x) - d . grad l(x)|``, with the arguments of `pgd`. A start that is not
-    random is a thousandth of epsilon up the label's margin, because at `x` itself there is no slope; the attack is then
-    deterministic, and its rows do not depend on each other.
+    Projected gradient ascent of ``|l(x + d) - l(x) - d . grad l(x)|``, with the arguments of `pgd`. Without a random
+    start the attack starts a thousandth of epsilon up the label's margin, because the gradient is zero at `x` itself;
+    it is then deterministic, and its rows do not depend on each other.
 
     Returns:
         Adversarial examples like `x`, inside of ball and box; a constant while the block `EXAMPLE` is in place.

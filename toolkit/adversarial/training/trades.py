@@ -1,4 +1,4 @@
-"""TRADES: the cross entropy of clean inputs, and how far the answer moves in the ball around them.
+"""TRADES: the cross entropy of clean inputs, and the change of the prediction in the ball around them.
 
 N samples, each of shape (...), C classes.
 """
@@ -41,21 +41,21 @@ def trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6.0, a
     """Return the surrogate of TRADES: ``mean(-log p_y(x) + beta * KL(p(x) || p(x')))``.
 
     It stands for ``E[-log p_y(x) + beta * max_{x' in ball(x)} KL(p(x) || p(x'))]``. With the block `EXAMPLE` in place
-    its gradient is the gradient of the written mean at the example found. The clean distribution p(x) moves as well, as
-    in the code of the paper's authors. See `held_trades_loss` for the other choice.
+    its gradient is the gradient of this mean at the example found. The clean distribution p(x) is differentiated too,
+    as in the code of the paper's authors; `held_trades_loss` holds it constant.
 
     Clean inputs and examples share one forward pass. In training mode batch normalisation sees them as one batch and
     updates its running statistics once.
 
     Args:
-        model: Inputs (N, ...) to logits (N, C). The loss is taken in the mode that the model is in.
+        model: Inputs (N, ...) to logits (N, C). The loss is computed in the current mode of the model.
         x: Clean inputs, (N, ...).
         labels: (N,).
         beta: Weight of the divergence, not negative: ``1 / lambda`` of the paper.
         attack: Called as ``attack(model, x, labels, loss=loss)`` with the divergence from the clean distribution as the
             loss to be raised; returns examples of the shape of `x`. For example
-            ``partial(nearby_pgd, epsilon=0.1, steps=10, generator=generator)``. The divergence has no slope at `x`, so
-            the attack should start elsewhere: `nearby_pgd`, or `pgd` with a generator.
+            ``partial(nearby_pgd, epsilon=0.1, steps=10, generator=generator)``. The gradient of the divergence is zero
+            at `x`, so the attack should start elsewhere: `nearby_pgd`, or `pgd` with a generator.
 
     Returns:
         A scalar, in nats per sample.
@@ -85,7 +85,8 @@ def held_trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6
     """Return the value of `trades_loss` with the clean distribution held constant in the divergence.
 
     With the block `CLEAN_DISTRIBUTION` in place the divergence only draws p(x') towards p(x), and p(x) only follows the
-    label, as in virtual adversarial training. Opened, it is `trades_loss`. The arguments are those of `trades_loss`.
+    label, as in virtual adversarial training. With the block open it is `trades_loss`. The arguments are those of
+    `trades_loss`.
 
     Returns:
         A scalar, in nats per sample.
@@ -113,11 +114,12 @@ def held_trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6
 def divergence_from_clean(model: Model, x: Tensor) -> Loss:
     """Return the loss that the attack of TRADES climbs: ``KL(p(x) || p(x'))`` of every sample, in nats.
 
-    The clean distribution is computed once, in evaluation mode, and not once in every step of the attack. It is a
-    constant while the block `EXAMPLE` is in place.
+    The clean distribution is computed once, in evaluation mode, and not in every step of the attack. It is a constant
+    while the block `EXAMPLE` is in place.
 
     Returns:
-        A loss for attacks that keep the samples in place: logits (N, C) and labels (N,), which do not matter, to (N,).
+        A function of logits (N, C) and labels (N,), which it ignores, to losses (N,); for attacks that keep the order
+        of the samples.
     """
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
         from_clean = divergence_from(logits_at(model, x))
@@ -141,10 +143,10 @@ def nearby_pgd(
     generator: torch.Generator | None = None,
     **options: Unpack[GradientOptions],
 ) -> Tensor:
-    """Ascend a loss as `pgd` does, but from a point close to `x`: for losses that have no slope at `x` itself.
+    """Ascend a loss as `pgd` does, but from a point close to `x`: for losses with zero gradient at `x` itself.
 
-    A random start is ``x + start * n``, n standard normal, as in TRADES. Any other start is one step of length `start`
-    up the slope of the label's margin, so that the attack is deterministic and its rows do not depend on each other.
+    A random start is ``x + start * n``, n standard normal, as in TRADES. Otherwise the attack starts one step of length
+    `start` up the gradient of the label's margin; it is then deterministic, and its rows do not depend on each other.
     The length `start` is in the units of `x`. The other arguments are those of `pgd`.
 
     Returns:

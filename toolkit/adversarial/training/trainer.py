@@ -1,4 +1,4 @@
-r"""One trainer for all methods of adversarial training: epochs, schedules, averages, checkpoints and ranks.
+r"""One trainer for all methods of adversarial training: epochs, schedules, averaging, checkpoints and ranks.
 
 N samples, each of shape (...), C classes.
 """
@@ -49,21 +49,23 @@ class TrainingOptions(TypedDict, total=False):
         epsilon: Radius of the ball.
         norm: ``"linf"``, ``"l2"`` or ``"l1"``. Default: ``"linf"``.
         bounds: Least and greatest value of an input; None for no box. Default: ``(0, 1)``.
-        batch_size: The most rows of a batch, of all ranks together. Not used if `data` gives batches. Default: ``128``.
+        batch_size: The largest number of rows in a batch, over all ranks together. Not used if `data` gives batches.
+            Default: ``128``.
         optimizer: ``"adam"``; ``"sgd"``, with Nesterov momentum 0.9 and weight decay 5e-4; or a function of parameters
             that returns a `torch.optim.Optimizer`. Default: ``"adam"``.
         learning_rate: The rate where `schedule` is 1. None: 0.002 for Adam, 0.1 for SGD, or the given optimiser's rate.
         schedule: The factor of the rate: ``"one_cycle"``, ``"cosine"``, ``"piecewise"``, ``"constant"``, or a function
-            of the part of training that is done, from 0 to 1. Default: ``"one_cycle"``.
-        epsilon_warmup: The part of training, from 0 to 1, in which the radius rises from 0 to `epsilon` in a straight
-            line. Default: ``0``.
-        average: If given, the model is evaluated with, and ends with, a running mean of its parameters (and
-            statistics), in which the values of k updates ago weigh ``average**k`` as much as the last ones, 0.995 say.
+            of training progress, from 0 to 1. Default: ``"one_cycle"``.
+        epsilon_warmup: The part of training, from 0 to 1, in which the radius rises linearly from 0 to `epsilon`.
+            Default: ``0``.
+        average: The decay of an exponential moving average of parameters and statistics, for example 0.995: values of k
+            updates ago weigh ``average**k`` as much as the last ones. If given, the model is evaluated with this
+            average, and ends with it.
         augment: Called with inputs (N, ...), scaled, and ``generator=``; returns inputs. `random_crop_flip` is one.
         evaluate_every: Epochs from one evaluation to the next; the last epoch is evaluated as well. Default: ``1``.
         keep: ``"last"`` to end with the parameters of the last epoch, ``"best"`` with those of the best robust score:
             robust accuracy on held-out data often falls late in training (Rice et al. 2020). Default: ``"last"``.
-        patience: If given, training stops after so many evaluations without a better robust score.
+        patience: If given, training stops after this number of evaluations without a better robust score.
         checkpoint_every: Updates from one checkpoint to the next; another one is written at the end. Default: ``1000``.
         group: The ranks. None: this process alone.
         callback: Called after each update with the number of updates and the number of the epoch, from 1.
@@ -101,17 +103,17 @@ def train(
     checkpoint: str | os.PathLike[str] | None = None,
     **options: Unpack[TrainingOptions],
 ) -> History:
-    r"""Train a model to be right in a ball around every input: `Method.step` for every batch of every epoch.
+    r"""Train a model to be right in a ball around every input, by `Method.step` on every batch of every epoch.
 
     In every epoch each sample is in one batch, in a new random order. Batches have nearly the same size, `batch_size`
     rows at most. All random numbers, the model's own dropout included, are drawn from `generator`. Torch's global
     generators and the modes of the modules are restored at the end. Gradients are cleared, also after an error.
 
     With a `checkpoint`, a call that finds the file resumes from it and ends with the same bits as an uninterrupted run;
-    a call that finds a finished run returns at once. The data, the seed, the settings and the shapes of the model are
-    compared with the checkpoint and have to be the same. Functions are compared by their names, data in full up to
-    256 MiB, and larger data or given batches by some of their rows. The last digits of floating-point numbers may
-    differ, as between processors.
+    a call that finds a finished run returns at once. The data, the seed, the settings and the shapes of the model have
+    to be those of the checkpoint. Functions are compared by their names, data in full up to 256 MiB, and larger data or
+    given batches by some of their rows. The last digits of floating-point numbers may differ, as they do between
+    processors.
 
     On several ranks each rank calls this function with the same arguments and its `group`. Data in memory are the same
     on all ranks, and every rank takes its part of each batch, with the random numbers that its rows would have had on
@@ -123,20 +125,20 @@ def train(
         model: Inputs (N, ...) to logits (N, C). Trained in place. If it is in training mode, its modules in evaluation
             mode (frozen batch normalisation) stay so; otherwise all modules are trained in training mode. Parameters
             that do not require gradients are left alone.
-        data: Inputs (N, ...) with `labels`; a data set with the attributes `inputs` and `labels`; a pair of these; or
-            an iterable with a length that gives batches (inputs, labels) anew for each epoch, a DataLoader say. Inputs
-            are floating point, or bytes from 0 to 255, which stay bytes and are divided by 255 batch by batch: radius
-            and bounds are then in units of inputs from 0 to 1.
+        data: Inputs (N, ...) with `labels`; a data set with the attributes `inputs` and `labels`; a pair of inputs and
+            labels; or an iterable with a length that gives batches (inputs, labels) anew for each epoch, such as a
+            DataLoader. Inputs are floating point, or bytes from 0 to 255, which are stored as bytes and divided by 255
+            batch by batch: radius and bounds are then in units of inputs from 0 to 1.
         labels: (N,), integers.
         method: The training method: a `Method`, or its name (``"standard"``, ``"fgsm"``, ``"rs_fgsm"``, ``"pgd"``,
             ``"trades"``, ...) for its default settings.
         epochs: Number of passes over the data.
         generator: Draws the order of samples and all seeds, on any device. Not torch's global generator.
-        evaluate: Held-out data, as `data` in memory; or a function of the model that returns scores by name, of which
-            the score ``"robust"`` decides which epoch is best. The function is called with the model in evaluation mode
-            and without recording; modes, buffers and the global generators are restored afterwards. If it takes
-            gradients, it should do so in ``torch.enable_grad()``. On several ranks it is called on each, and the scores
-            of the first rank count.
+        evaluate: Held-out data, as `data` in memory; or a function of the model that returns scores by name; the score
+            ``"robust"`` decides which epoch is best. The function is called with the model in evaluation mode and
+            without recording; modes, buffers and the global generators are restored afterwards. If it takes gradients,
+            it should do so in ``torch.enable_grad()``. On several ranks it is called on each, and the scores of the
+            first rank count.
         checkpoint: The file to write to, and to resume from.
         **options: `TrainingOptions`, with `epsilon` at least.
 

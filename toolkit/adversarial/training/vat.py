@@ -1,4 +1,4 @@
-"""Virtual adversarial training: the answer may not move in the direction in which it would move most. No labels.
+"""Virtual adversarial training: penalise the change of the prediction in its most sensitive direction. No labels.
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -61,19 +61,19 @@ Direction = Callable[[Model, Tensor], Tensor]
 
 
 def vat_direction(model: Model, x: Tensor) -> Tensor:
-    """Return the direction in which the answer of the model changes most at `x`, exactly.
+    """Return the direction in which the model's prediction changes most at `x`, exactly.
 
     For small r, ``KL(p(x) || p(x + r)) = r^T H r / 2`` with ``H = J^T (diag(p) - p p^T) J``, where J is the Jacobian of
     the logits, (C, D). The direction is the eigenvector of the largest eigenvalue of H. H is (D, D), but its rank is
     less than C: with ``H = B^T B`` the eigenvector is ``B^T u``, where u is the eigenvector of the Gram matrix
     ``B B^T``, which is only (C - 1, C - 1). B takes C - 1 backward passes and no power iteration.
 
-    The rows of B are gradients of the differences ``z_j - z_m`` to the most likely class m, weighed by ``sqrt(p_j)``
-    relative to the largest of them, so nothing rounds to zero where the model is confident. An eigenvector has no
-    sign; the one returned points to where the most likely class loses. ``torch.autocast`` has no effect on it.
+    The rows of B are gradients of the differences ``z_j - z_m`` to the most likely class m, weighted by ``sqrt(p_j)``
+    relative to the largest weight, so nothing rounds to zero where the model is confident. The sign of an eigenvector
+    is free; here the most likely class loses in its direction. ``torch.autocast`` has no effect.
 
     The model runs in evaluation mode and is restored. While the block `VIRTUAL_DIRECTION` is in place nothing is
-    recorded; open, the eigenvector is differentiated (once, and where its eigenvalue is simple).
+    recorded; with it open, the eigenvector is differentiated (once, and where its eigenvalue is simple).
 
     Args:
         model: Inputs (N, ...) to logits (N, C), at least two classes; the samples do not depend on each other.
@@ -118,12 +118,12 @@ def power_direction(
 ) -> Tensor:
     """Return an approximation of `vat_direction` by power iteration, as in the paper.
 
-    From a random unit vector, ``d <- grad_d KL(p(x) || p(x + xi d))``, normalised: one product with H up to terms of
-    order xi, and one backward pass, an iteration. It costs less than `vat_direction` if there are many classes, and
-    comes as close as the second eigenvalue of H lets it.
+    From a random unit vector, each iteration takes ``d <- grad_d KL(p(x) || p(x + xi d))``, normalised: a product with
+    H up to terms of order xi, by one backward pass. It costs less than `vat_direction` if there are many classes; its
+    error depends on the ratio of the second eigenvalue of H to the first.
 
     The model runs in evaluation mode, without ``torch.autocast``, whose rounding is larger than the probe, and is
-    restored. While the block `VIRTUAL_DIRECTION` is in place nothing is recorded; open, the iterations are
+    restored. While the block `VIRTUAL_DIRECTION` is in place nothing is recorded; with it open, the iterations are
     differentiated.
 
     Args:
@@ -131,11 +131,12 @@ def power_direction(
         x: (N, ...).
         iterations: Number of products with H.
         xi: Length of the probe. None: the third root of the roundoff, 5e-3 in single precision. Much smaller probes
-            give only rounding error: the difference of two answers is of size xi.
+            give only rounding error: the difference of two predictions is of size xi.
         generator: Draws the start. None: torch's global generator.
 
     Returns:
-        Directions of Euclidean norm 1, (N, ...), with the sign that the start gave them; zero where the model is flat.
+        Directions of Euclidean norm 1, (N, ...), with the sign that follows from the start; zero where the model is
+        flat.
 
     Raises:
         ValueError: If `iterations` or `xi` is not positive, or `x` is not a batch of samples.
@@ -175,8 +176,9 @@ def virtual_example(
 ) -> Tensor:
     """Return `x`, moved by epsilon in the virtual adversarial direction and kept inside of ball and box.
 
-    In L2 that is the maximum of the quadratic form, if the box does not interfere. In Linf it is ``epsilon * sign(r)``
-    and in L1 the largest components of r, as with the steps of other attacks: the maximum itself is hard to find there.
+    In L2 the displacement is the maximum of the quadratic form, if the box does not interfere. In Linf it is ``epsilon
+    * sign(r)`` and in L1 the largest components of r, as in the steps of other attacks: the exact maximum is hard to
+    find there.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
@@ -213,13 +215,13 @@ def vat_loss(
 ) -> Tensor:
     """Return the local distributional smoothness of virtual adversarial training: ``mean KL(p(x) || p(x + r))``.
 
-    r is epsilon times the direction in which the answer changes most (`virtual_example`). With both blocks in place the
-    gradient is ``sum_j (p_j(x + r) - p_j(x)) grad z_j(x + r)``, averaged: neither the clean answer (`VIRTUAL_CLEAN`)
-    nor the direction (`VIRTUAL_DIRECTION`) moves. There are no labels in it, so it is added to a loss of the labelled
-    samples, and taken of those without a label as well.
+    r is epsilon times the direction in which the prediction changes most (`virtual_example`). With both blocks in place
+    the gradient is ``sum_j (p_j(x + r) - p_j(x)) grad z_j(x + r)``, averaged: neither the clean prediction
+    (`VIRTUAL_CLEAN`) nor the direction (`VIRTUAL_DIRECTION`) is differentiated. The loss uses no labels: add it, for
+    samples with and without labels, to a loss of the labelled samples.
 
     Clean inputs and moved ones share one forward pass, so that in training mode batch normalisation updates its
-    running statistics once. The loss is taken in the mode that the model is in. The arguments are those of
+    running statistics once. The loss is computed in the current mode of the model. The arguments are those of
     `virtual_example`.
 
     Returns:
@@ -244,7 +246,7 @@ def vat_loss(
 
 
 def virtual_divergence(clean: Tensor, moved: Tensor) -> Tensor:
-    """Return `divergence` of logits at x and x + r, with the clean side held by the block `VIRTUAL_CLEAN`."""
+    """Return the divergence of the logits at x and x + r, with the clean side held by the block `VIRTUAL_CLEAN`."""
     return divergence(stop_gradient(clean, VIRTUAL_CLEAN), moved)
 
 

@@ -1,4 +1,4 @@
-"""Adversarial weight perturbation: the loss is taken at the worst weights nearby, and descended from the weights.
+"""Adversarial weight perturbation: the gradient at the worst weights nearby updates the original weights.
 
 N samples, each of shape (...), C classes.
 """
@@ -25,10 +25,11 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
     """Return the loss at the weights that `weight_perturbation` finds: ``loss(w + v)``.
 
     It stands for ``max_{v : |v_l| <= gamma |w_l|} loss(w + v)``. With the block `WEIGHT_PERTURBATION` in place its
-    gradient is the gradient of the loss at ``w + v``, by w.
+    gradient by w is the gradient of the loss at ``w + v``.
 
     Batch normalisation in training mode updates its running statistics once, from the forward pass at the unperturbed
-    weights, which are kept; the pass at the perturbed weights works on copies. Both passes draw the same dropout masks.
+    weights, and keeps them; the pass at the perturbed weights works on copies of the buffers. Both passes draw the same
+    dropout masks.
 
     Args:
         model: Any module. Its parameters are read, and never written.
@@ -71,8 +72,8 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
     """Return perturbed weights ``w_l + gamma * |w_l| * g_l / |g_l|``, where g is the gradient of the loss.
 
     One step of ascent in every layer, to the boundary of a ball whose radius is relative to the layer's weights. The
-    perturbed weights are new tensors, to be used with `reweighted` or `torch.func.functional_call`: to add the
-    perturbation in place and subtract it later would leave a rounding in most of the weights.
+    perturbed weights are new tensors, to be used with `reweighted` or `torch.func.functional_call`: adding the
+    perturbation in place and subtracting it later would leave rounding errors in most of the weights.
 
     No parameter's ``.grad`` and no global random state changes. Changes that `loss` makes to buffers stay: in training
     mode batch normalisation updates its running statistics, as in any forward pass.
@@ -84,7 +85,8 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
 
     Returns:
         Perturbed weights by name, for trained parameters with at least two dimensions; biases and the scales of
-        normalisation stay. The perturbation is a constant while the block `WEIGHT_PERTURBATION` is in place.
+        normalisation are not perturbed. The perturbation is a constant while the block `WEIGHT_PERTURBATION` is in
+        place.
 
     Raises:
         TypeError: If `model` is not a `torch.nn.Module`.
@@ -106,7 +108,7 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
 def reweighted(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """Return a module that computes as `model`, with other weights and with copies of its buffers.
 
-    It shares the submodules of `model`, so it is in the same mode. It is a way to call the model, not to keep it.
+    It shares the submodules of `model`, so it is in the same mode. Use it to call the model, not to store it.
 
     Args:
         model: Any module.
