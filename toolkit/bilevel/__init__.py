@@ -1,8 +1,8 @@
-r"""Optimisation inside of optimisation: gradients through solvers, and the blocks that cut them short.
+r"""Bilevel optimisation: gradients through solvers, and the blocks that truncate them.
 
 An outer loss is evaluated at the result of an inner computation: adapted parameters, a minimum, a fixed point, the
-state of a recurrence. The exact gradient runs through all of the inner computation. Each block here holds a part of it
-constant, and saves its graph:
+state of a recurrence. The exact gradient runs through all of the inner computation. Each block here holds a part of
+this computation constant, and saves the graph of the part:
 
 - `adaptation`: MAML and its first-order form, Reptile, implicit MAML.
 - `implicit`: gradients of minima and roots by the implicit function theorem, of any order.

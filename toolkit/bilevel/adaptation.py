@@ -1,10 +1,10 @@
-r"""Learning an initialisation from which few steps of gradient descent adapt to a task.
+r"""Meta-learning an initialisation that adapts to a task in a few steps of gradient descent.
 
-The inner loss of a task adapts the shared parameters, and the outer loss judges the result. The exact gradient of the
-outer loss needs second derivatives of the inner one. First-order MAML holds the inner gradients constant, Reptile the
-adapted parameters as well. Batches of tasks: `torch.func.vmap` over `adapt`, or a loop.
+The inner loss of a task adapts the shared parameters, and the outer loss evaluates the result. The exact gradient of
+the outer loss needs second derivatives of the inner one. First-order MAML holds the inner gradients constant, Reptile
+the adapted parameters as well. Batches of tasks: `torch.func.vmap` over `adapt`, or a loop.
 
-Parameters are a dict of tensors, as `torch.func.functional_call` takes them; those left out of it are not adapted.
+Parameters are a dict of tensors, as `torch.func.functional_call` takes them; parameters left out are not adapted.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def adapt(
         \prod_{i=0}^{k-1} (I - \alpha H_i) \, g'
 
     with the Hessians :math:`H_i` of the inner loss at the iterates. A step size that is a tensor gets its gradient
-    either way, as in Meta-SGD. It adapts under `torch.no_grad` and
-    `torch.inference_mode` as well.
+    either way, as in Meta-SGD. `adapt` also works under `torch.no_grad` and `torch.inference_mode`.
 
     Args:
         loss: The inner loss: parameters to a scalar.
@@ -160,7 +159,7 @@ def implicit_adapt(
 ) -> dict[str, Tensor]:
     r"""Return :math:`\phi^* = \arg\min_\phi L(\phi) + \frac{\lambda}{2} |\phi - \theta|^2` with its implicit gradient.
 
-    An outer loss of the result has the gradient :math:`(I + H / \lambda)^{-1} g'`, whatever minimiser found
+    An outer loss of the result has the gradient :math:`(I + H / \lambda)^{-1} g'`, for any minimiser that finds
     :math:`\phi^*`; H is the Hessian of L there. The block `SOLUTION` is redundant, as in `implicit_minimum`: it saves
     the graph of the minimiser, and changes the gradient only by the error of `solver`.
 

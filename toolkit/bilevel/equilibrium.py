@@ -59,7 +59,8 @@ def phantom(
         solver: Finds the fixed point: `fixed_point`, its arguments set with `functools.partial`.
 
     Returns:
-        `value` is the point after the attached steps, with a gradient; the rest describes the point before them.
+        `value` is the point after the attached steps, with a gradient; the other fields describe the point before these
+        steps.
 
     Raises:
         ValueError: If a number is out of range, or as `fixed_point`.

@@ -5,10 +5,10 @@ A solution w of :math:`F(w, \theta) = 0` moves with :math:`\theta` by
 .. math::
     \frac{dw}{d\theta} = -\Bigl(\frac{\partial F}{\partial w}\Bigr)^{-1} \frac{\partial F}{\partial \theta}
 
-whichever way it was found. So the block `SOLUTION`, which holds the found solution constant, is redundant: opened, the
-gradient through the solver is multiplied by :math:`I - (\partial F / \partial w)^{-1} \partial F / \partial w = 0`. It
-saves the graph of the solver. This is not so for the shortcuts of `toolkit.bilevel.equilibrium` and
-`toolkit.bilevel.unrolling`.
+for any solver that finds it. So the block `SOLUTION`, which holds the found solution constant, is redundant: opened,
+the gradient through the solver is multiplied by :math:`I - (\partial F / \partial w)^{-1} \partial F / \partial w = 0`.
+It saves the graph of the solver. The approximations of `toolkit.bilevel.equilibrium` and `toolkit.bilevel.unrolling`
+are not redundant in this way.
 
 D entries of a solution; ``*`` its shape.
 """
@@ -54,8 +54,8 @@ Residual = Callable[..., Tensor]
 def newton_step(residual: Operator, solution: Tensor) -> Tensor:
     r"""Return :math:`\bar w - J^{-1} F(\bar w)`, a Newton step from a solution that is held constant.
 
-    F may use other tensors that carry a gradient. With the blocks in place the gradient with respect to them is
-    :math:`-J^{-1} \partial F / \partial \theta`, that of the implicit function theorem. The block `SOLUTION` is
+    F may use other tensors that carry a gradient. With the blocks in place the gradient with respect to these tensors
+    is :math:`-J^{-1} \partial F / \partial \theta`, that of the implicit function theorem. The block `SOLUTION` is
     redundant with this J. Opening `JACOBIAN` adds :math:`J^{-1} (dJ) J^{-1} F`, which is zero at an exact solution
     only. For small problems: J is computed and solved as a dense matrix.
 
@@ -95,9 +95,9 @@ def implicit_root(residual: Residual, solution: Tensor, *args: Tensor, solver: L
     r"""Return a root of :math:`F(w, a_1, a_2, \ldots)`, differentiable in the arguments a, to any order.
 
     The backward pass solves :math:`(\partial F / \partial w)^\top u = \bar w` without forming the matrix, and returns
-    :math:`-(\partial F / \partial a)^\top u`. Derivatives of this pass are computed in the same way, so the second and
-    all further orders are those of the theorem as well. Backward passes need the memory of one evaluation of F. Under
-    `torch.func.vmap` and `jacrev` the solver runs for one entry after the other.
+    :math:`-(\partial F / \partial a)^\top u`. This pass is differentiated in the same way, so derivatives of every
+    order are those of the theorem. Backward passes need the memory of one evaluation of F. Under `torch.func.vmap` and
+    `jacrev` the solver runs once per batch entry.
 
     Args:
         residual: F, called as ``F(w, *args)``; returns the shape of w. Every tensor with a gradient has to be among the
@@ -143,7 +143,7 @@ def implicit_minimum(
     Args:
         loss: L, called as ``L(w, *args)``; returns a scalar. Every tensor with a gradient has to be an argument.
         solution: w, found by any solver, (\*).
-        *args: The tensors that w depends on: hyperparameters, say.
+        *args: The tensors that w depends on, for example hyperparameters.
         solver: Solves linear equations with the Hessian, called as ``solver(operator, b)``.
 
     Returns:
@@ -173,7 +173,7 @@ def slope_of(loss: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def attached(residual: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver) -> Tensor:
-    """Return `implicit_root` without its block, for solutions that are held constant already."""
+    """Return `implicit_root` without its block, for a solution that is already held constant."""
     tensors(solution=solution)
     if not torch.is_grad_enabled():
         return solution

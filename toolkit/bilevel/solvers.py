@@ -1,6 +1,6 @@
-r"""Solvers that say when they did not converge: fixed points and linear equations.
+r"""Solvers for fixed points and linear equations that report whether they converged.
 
-None of them has a block: the functions that use them hold their results constant.
+The solvers have no blocks: the functions that use them hold their results constant.
 
 N samples; ``*`` the shape of one sample.
 """
@@ -35,7 +35,7 @@ Operator = Callable[[Tensor], Tensor]
 
 
 class ConvergenceWarning(RuntimeWarning):
-    """A solver stopped before its tolerance was reached: values and gradients are those of an unfinished iterate."""
+    """A solver stopped before it reached its tolerance: values and gradients are those of an unconverged iterate."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def fixed_point(
         z_{k+1} = f(z_k) - \sum_i \gamma_i \, (f(z_{i+1}) - f(z_i)), \qquad
         \gamma = \arg\min \Bigl| g_k - \sum_i \gamma_i \, (g_{i+1} - g_i) \Bigr|
 
-    with sums over the last `memory` differences. Samples are solved independently; one that converged, or whose
-    residual is not finite, is not changed any more. The iterate with the smallest residual is returned.
+    with sums over the last `memory` differences. Samples are solved independently; a sample that has converged, or
+    whose residual is not finite, no longer changes. The iterate with the smallest residual is returned.
 
     Args:
         function: f: (N, \*) to (N, \*); the samples must not depend on each other.
@@ -174,7 +174,7 @@ def conjugate_gradient(
     The search ends, without convergence, at a direction p with :math:`p^\top A p \leq 0`: A is not positive definite.
 
     Args:
-        operator: x to A x, both of the shape of `b`. It sees all entries of `b` as one vector.
+        operator: x to A x, both of the shape of `b`. All entries of `b` are one vector.
         b: Any shape.
         tolerance: The search has converged if ``|A x - b| <= tolerance * |b|``. None: as in `fixed_point`.
         max_steps: Number of products with A after which the search ends. None: the number of entries of `b`, enough in
@@ -236,8 +236,8 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
         step_size: :math:`\alpha`.
 
     Returns:
-        `converged` is false only if the residual is larger than that of 0, `b` itself: then the series diverges. A sum
-        that is cut off early is the answer to the question.
+        `converged` is false only if the residual is larger than that of 0, `b` itself: then the series diverges. A
+        truncated sum counts as converged, because it is the result asked for.
 
     Raises:
         ValueError: If a number is out of range, or `operator` returns another shape or dtype.
@@ -259,7 +259,7 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
 
 
 def warn_unless_converged(solved: Solved, search: str) -> None:
-    """Warn, in one sentence, if a search did not converge for each sample."""
+    """Warn if the solver did not converge for every sample."""
     if bool(solved.converged.all()):
         return
     count, total = int((~solved.converged).sum()), solved.converged.numel()

@@ -1,4 +1,4 @@
-r"""Gradients through the last steps of an iteration, and through short pieces of a recurrence.
+r"""Truncated gradients: through the last steps of an iteration, and through short pieces of a recurrence.
 
 For the scalar recurrence :math:`h_t = a h_{t-1} + x`, the exact derivative of :math:`h_T` by x is
 :math:`(1 - a^T) / (1 - a)`; truncated to the last k steps it is :math:`(1 - a^k) / (1 - a)`. The error is not monotone
@@ -39,7 +39,7 @@ Step = Callable[[State, Tensor], tuple[State, Tensor]]
 
 
 def unroll(step: Callable[[T], T], start: T, *, steps: int, attached: int) -> T:
-    r"""Return the result of ``w = step(w)`` repeated `steps` times, with a graph of the last `attached` ones.
+    r"""Return the result of `steps` times ``w = step(w)``, with a graph of the last `attached` steps.
 
     With the block `EARLY_STEPS` in place the gradient is that of the last K steps, whose start is held constant. Open,
     it is that of all steps. For gradient descent with step size :math:`\alpha` at a minimum with Hessian H, the blocked
@@ -82,13 +82,13 @@ def truncated_scan(
 ) -> tuple[State, Tensor]:
     r"""Run a recurrence, and hold its state constant after every k steps: truncated backpropagation through time.
 
-    Each time makes ``state, output = step(state, input)``. With the block `STATE` in place no gradient passes from a
-    piece of k steps to the one before; open, it is that of backpropagation through time. The first state is not held: a
-    state that was carried over from the batch before should come as ``stop_gradient(state, STATE)``.
+    Each time step computes ``state, output = step(state, input)``. With the block `STATE` in place no gradient passes
+    from a piece of k steps to the one before; open, it is that of backpropagation through time. The first state is not
+    held: pass a state from the previous batch as ``stop_gradient(state, STATE)``.
 
     Args:
-        step: State and input to the next state and an output, as in ``jax.lax.scan``. The state may be a tree, the
-            ``(h, c)`` of an LSTM say.
+        step: State and input to the next state and an output, as in ``jax.lax.scan``. The state may be a tree, for
+            example the ``(h, c)`` of an LSTM.
         state: The first state.
         inputs: (T, ...), or a sequence of T inputs.
         every: k.

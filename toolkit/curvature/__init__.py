@@ -1,9 +1,9 @@
-"""Curvature: surrogates whose blocks leave the gradient alone and choose the Hessian, or the length of the gradient.
+"""Curvature: surrogates whose blocks decide on the Hessian, or on the length of the gradient.
 
 - `divergences`: divergences from a held point. Their Hessian is the Gauss-Newton or Fisher matrix, exactly.
-- `products`: products with a Hessian, and the natural gradient that solves with them.
+- `products`: Hessian-vector products, and the natural gradient by conjugate gradients.
 - `majorisation`: robust losses, their reweighted squares (IRLS) and half-quadratic majorisers; proximal terms.
-- `scaling`: a gradient that flows in part.
+- `scaling`: a scaled gradient.
 """
 
 from toolkit.curvature.divergences import (

@@ -61,7 +61,7 @@ def held_divergence(loss: Callable[[Tensor], Tensor], outputs: Tensor, held: Ten
         held: h, of the same shape.
 
     Returns:
-        A scalar, in the units of `loss`; not negative but for rounding.
+        A scalar, in the units of `loss`; not negative, up to rounding.
 
     Raises:
         ValueError: If the shapes differ.
@@ -92,9 +92,9 @@ def gauss_newton_loss(loss: Callable[[Tensor], Tensor], outputs: Tensor, paramet
         \operatorname{sg}(\ell) + \operatorname{sg}(g) \cdot (w - \operatorname{sg}(w)) + D(f, \operatorname{sg} f),
         \qquad g = \nabla_w \ell(f(w))
 
-    with D of `held_divergence`. A Newton method on it is Gauss-Newton, and its Hessian has no negative eigenvalue. To
-    first order both blocks are redundant. With `LINEAR_PART` open the Hessian is :math:`\nabla^2 \ell + J^T H J`;
-    with `HELD_OUTPUTS` open it is zero.
+    with D from `held_divergence`. A Newton method on it is Gauss-Newton, and its Hessian has no negative eigenvalue. To
+    first order both blocks are redundant. With `LINEAR_PART` open the Hessian is :math:`\nabla^2 \ell + J^T H J`; with
+    `HELD_OUTPUTS` open it is zero.
 
     The shorter form :math:`\operatorname{sg}(\nabla \ell) \cdot f + |f - \operatorname{sg} f|^2 / 2` keeps the second
     derivatives of f: its Hessian is the full one.
@@ -165,8 +165,8 @@ def kl_from_held(logits: Tensor, held: Tensor) -> Tensor:
 def kl_to_held(logits: Tensor, held: Tensor) -> Tensor:
     r"""Return :math:`KL(p \,\|\, q)`, with :math:`q = \operatorname{softmax}(\operatorname{sg}(held))`, in nats.
 
-    It is the penalty that keeps a language model near its reference. At ``held = logits`` its Hessian is that of
-    `kl_from_held`. The gradient with respect to the logits is :math:`p (\log p - \log q - KL)`; with the block
+    This is the penalty that keeps a language model near its reference model. At ``held = logits`` its Hessian is that
+    of `kl_from_held`. The gradient with respect to the logits is :math:`p (\log p - \log q - KL)`; with the block
     `HELD_POLICY` open, the held logits get :math:`q - p`.
 
     Args:
@@ -207,8 +207,8 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
         (\*), the sum over the dimensions; half precision is computed in float32.
 
     Raises:
-        ValueError: If a held argument has not the shape of its own, `log_std` has neither shape, or an argument is not
-            a floating-point tensor.
+        ValueError: If a held argument has another shape than its counterpart, `log_std` has neither shape, or an
+            argument is not a floating-point tensor.
 
     References:
         Schulman, Levine, Moritz, Jordan and Abbeel, "Trust region policy optimization", 2015, appendix C.

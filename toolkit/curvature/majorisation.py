@@ -1,8 +1,8 @@
-r"""Robust losses as weighted squares, whose weights are held; and proximal terms, whose anchor is held.
+r"""Robust losses as weighted squares with held weights; and proximal terms with a held anchor.
 
-A robust loss :math:`\rho(r)` has the gradient :math:`w(r)\, r`, so squares with held weights have its gradient and,
-as their Hessian, the weights: minimising them is a step of iteratively reweighted least squares. With c the scale and
-:math:`u = (r / c)^2`:
+A robust loss :math:`\rho(r)` has the gradient :math:`w(r)\, r`, so squares with held weights have the same gradient,
+and the weights as their Hessian: minimising them is a step of iteratively reweighted least squares. With c the scale
+and :math:`u = (r / c)^2`:
 
 ==================  ============================================  ======================  =========================
 kind                :math:`\rho`                                  weights w               w r^2 / 2 without the block
@@ -176,8 +176,8 @@ def proximal_penalty(point: Tensor, anchor: Tensor, *, step: float) -> Tensor:
     r"""Return :math:`\lVert x - \operatorname{sg}(a) \rVert^2 / (2 \lambda)`.
 
     Next to a loss, its minimum is a proximal step from the anchor. The gradient is :math:`(x - a) / \lambda`; with the
-    block `ANCHOR` open, the anchor gets the opposite. At ``anchor = point`` both are zero, and the block decides on the
-    Hessian alone: :math:`1 / \lambda`, or zero.
+    block `ANCHOR` open, the anchor gets the opposite. At ``anchor = point`` both are zero, and the block changes only
+    the Hessian: :math:`1 / \lambda` with the block, zero without.
 
     Args:
         point: x, (\*).

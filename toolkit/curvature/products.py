@@ -16,7 +16,8 @@ __all__ = ["hessian_product", "natural_gradient"]
 def hessian_product(value: Tensor, parameters: Iterable[Tensor], vector: Sequence[Tensor]) -> list[Tensor]:
     r"""Return :math:`\nabla^2 value \cdot v`, by two backward passes.
 
-    Of a divergence from a held point this is the Gauss-Newton or Fisher product. With its block open it is zero.
+    For a divergence from a held point this is the product with the Gauss-Newton or Fisher matrix. With the block of the
+    divergence open it is zero.
 
     Args:
         value: A scalar that depends on the parameters.
@@ -58,21 +59,22 @@ def natural_gradient(
 ) -> list[Tensor]:
     r"""Return :math:`(F + \lambda I)^{-1} \nabla loss`, with F the Hessian of the divergence, by conjugate gradients.
 
-    F has to be positive semi-definite: take a divergence from a held point. With that block open F is zero, and the
-    result is :math:`\nabla loss / \lambda`: plain gradient descent.
+    F has to be positive semi-definite: take a divergence from a held point. With the block of the divergence open F is
+    zero, and the result is :math:`\nabla loss / \lambda`: plain gradient descent.
 
     Args:
         loss: A scalar.
-        divergence: A scalar: the mean of `kl_from_held`, say, at the same parameters.
+        divergence: A scalar at the same parameters, for example the mean of `kl_from_held`.
         parameters: The tensors to differentiate by.
         damping: :math:`\lambda`, not negative.
-        iterations: The most steps of conjugate gradients. In exact arithmetic, the number of parameters suffices.
-        tolerance: Length of the residual, relative to the gradient, at which the steps end.
+        iterations: Largest number of steps of conjugate gradients. In exact arithmetic, the number of parameters
+            suffices.
+        tolerance: Norm of the residual, relative to that of the gradient, at which the steps end.
         radius: :math:`\delta`: the direction d is scaled to :math:`d^T F d / 2 = \delta`, the step of trust region
-            policy optimisation before its line search. None: it is not scaled.
+            policy optimisation before its line search. None: no scaling.
 
     Returns:
-        Like `parameters`, without a graph. To be subtracted, for a loss that should fall.
+        Like `parameters`, without a graph. Subtract it to lower the loss.
 
     Raises:
         ValueError: If `damping` or `tolerance` is negative, `iterations` not a positive integer, `radius` not positive,

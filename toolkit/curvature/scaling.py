@@ -1,4 +1,4 @@
-r"""A partial stop: the value passes whole, and a share of the gradient."""
+r"""A partial stop: the value passes unchanged, and the gradient is scaled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Games: several players, each with a loss of its own, and the blocks that keep one player's loss from another's moves.
+"""Games: several players, each with its own loss, and the blocks that keep a loss from moving the other players.
 
 - `gan`: losses of a discriminator and a generator (minimax, non-saturating, hinge, Wasserstein), penalties on the
   discriminator's gradient, and the Dirac-GAN, the smallest of them.

@@ -1,8 +1,9 @@
-r"""Losses of generative adversarial networks, with the two blocks that make one backward pass serve both networks.
+r"""Losses of generative adversarial networks, with the two blocks that let one backward pass train both networks.
 
-The discriminator's loss holds the fake samples, so it does not reach the generator; the generator's loss holds the
-discriminator, so it does not reach the discriminator. The gradient of their sum is then the game's field
-:math:`(\partial_\psi L_D, \partial_\theta L_G)`, and neither loss computes a derivative that an optimiser discards.
+The discriminator's loss holds the fake samples constant, so it has no gradient for the generator; the generator's loss
+holds the discriminator's parameters constant, so it has no gradient for the discriminator. The gradient of their sum is
+then the game's field :math:`(\partial_\psi L_D, \partial_\theta L_G)`, and neither loss computes a derivative that an
+optimiser discards.
 
 N samples, each of shape (...).
 """
@@ -68,7 +69,7 @@ def discriminator_loss(discriminator: Callable[[Tensor], Tensor], real: Tensor, 
     ``"wasserstein"``, and for ``"hinge"`` inside the margin: the generator does not learn.
 
     Args:
-        discriminator: Samples (N, ...) to logits, (N) or (N, 1); real samples should have the higher ones.
+        discriminator: Samples (N, ...) to logits, (N) or (N, 1), higher for real samples.
         real: x, (N, ...).
         fake: Samples of the generator, (M, ...).
         kind: One of the table's.
@@ -106,8 +107,8 @@ def generator_loss(discriminator: nn.Module, fake: Tensor, *, kind: Kind) -> Ten
     hinge, wasserstein              :math:`-D(\hat x)`
     ==============================  ===================================================================
 
-    The discriminator's parameters are held by the block `JUDGE`: its weights get no gradient, which saves computing
-    one. With the block open, they get :math:`\partial_\psi L_G`, and the discriminator learns to be fooled.
+    The block `JUDGE` holds the discriminator's parameters: they get no gradient, which saves its computation. With the
+    block open, they get :math:`\partial_\psi L_G`, and the discriminator learns to be fooled.
 
     Args:
         discriminator: As in `discriminator_loss`, a module.
@@ -119,7 +120,7 @@ def generator_loss(discriminator: nn.Module, fake: Tensor, *, kind: Kind) -> Ten
 
     Raises:
         ValueError: If `kind` is not one of the four.
-        TypeError: If `discriminator` is not a module, whose parameters could be held.
+        TypeError: If `discriminator` is not a module.
 
     References:
         Goodfellow et al., "Generative adversarial nets", 2014, equation 1 and section 3. Lim and Ye, "Geometric GAN",
@@ -152,11 +153,12 @@ def gradient_penalty(
     The interpolates :math:`\tilde x = \epsilon x + (1 - \epsilon) \hat x`, with :math:`\epsilon` uniform for each
     sample, contain the fake samples and are held by the block `INTERPOLATES`. Open, the generator receives
     :math:`2 (1 - \epsilon) (\lVert s \rVert - 1)\, \nabla^2 D(\tilde x)\, s / \lVert s \rVert` with
-    :math:`s = \nabla D(\tilde x)`. The slope itself is recorded, so the penalty trains the discriminator. Where a slope
-    is exactly zero, the gradient of its norm is taken as zero.
+    :math:`s = \nabla D(\tilde x)`. The slope s has a graph, so the penalty trains the discriminator. Where s is exactly
+    zero, the gradient of its norm is taken as zero.
 
     Args:
-        discriminator: Samples (N, ...) to logits, (N) or (N, 1), each of its own sample (no batch normalisation).
+        discriminator: Samples (N, ...) to logits, (N) or (N, 1); each logit depends on its own sample alone (no batch
+            normalisation).
         real: x, (N, ...).
         fake: (N, ...), one for each real sample.
         generator: Draws the :math:`\epsilon`. None: torch's global generator.
@@ -187,8 +189,8 @@ def gradient_penalty(
 def zero_centred_penalty(discriminator: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:
     r"""Return the mean of :math:`\lVert \nabla D(x) \rVert^2`: the penalty R1 on real samples, R2 on fake ones.
 
-    At real samples no block is needed. Fake ones should be held, ``stop_gradient(fake, FAKE)``, or the penalty moves
-    the generator as well.
+    Real samples need no block. Hold fake samples with ``stop_gradient(fake, FAKE)``; otherwise the penalty trains the
+    generator as well.
 
     Args:
         discriminator: As in `gradient_penalty`.

@@ -1,4 +1,4 @@
-r"""Surrogates of differentiable games: their gradient is a direction of play, although no loss has it as its gradient.
+r"""Surrogates of differentiable games: their gradient is a direction of play that is not the gradient of any loss.
 
 Player i has parameters :math:`x_i` and a loss :math:`L_i(x_1, \ldots, x_n)`. The field of simultaneous play is
 :math:`\xi = (\partial_1 L_1, \ldots, \partial_n L_n)`, and :math:`J` its Jacobian, whose antisymmetric part turns the
@@ -73,7 +73,8 @@ def simultaneous_loss(losses: Sequence[Loss], players: Sequence[Player]) -> Tens
         A scalar.
 
     Raises:
-        ValueError: If `losses` and `players` are not equally many, or fewer than two, or a loss is no scalar.
+        ValueError: If `losses` and `players` differ in number, if there are fewer than two, or if a loss is not a
+            scalar.
 
     References:
         Mescheder, Nowozin and Geiger, "The numerics of GANs", 2017, section 2. Balduzzi et al., "The mechanics of
@@ -134,8 +135,8 @@ def lookahead_loss(losses: Sequence[Loss], players: Sequence[Player], *, learnin
 
     Each player answers the point to which its opponents would go in their next step,
     :math:`s_j = \alpha \partial_j L_j(x_i, \operatorname{sg} x_{-i})`. With the block `OPPONENT_STEP` open, the
-    gradient of player i also has :math:`-\alpha \sum_j (\partial_i \partial_j L_j)^T \partial_j L_i`: the player
-    shapes the learning of its opponents, which is LOLA (`lola_loss`).
+    gradient of player i also has :math:`-\alpha \sum_j (\partial_i \partial_j L_j)^T \partial_j L_i`: the player shapes
+    the learning of its opponents, as in LOLA (`lola_loss`).
 
     Args:
         losses: As in `simultaneous_loss`.
@@ -171,9 +172,9 @@ def lookahead_loss(losses: Sequence[Loss], players: Sequence[Player], *, learnin
 def lola_loss(losses: Sequence[Loss], players: Sequence[Player], *, learning_rate: float) -> Tensor:
     r"""Return :math:`\sum_i L_i(x_i, \operatorname{sg} x_{-i} - s_{-i}(x_i))`, the surrogate of LOLA.
 
-    The value of `lookahead_loss`, in which the opponents' steps carry a gradient: each player accounts for its
-    influence on the learning of the others, whom it takes for naive learners. The opponents themselves are held by the
-    block `OPPONENTS`; with it open, the gradient is that of the whole sum, which also moves the opponents.
+    It has the value of `lookahead_loss`, but the opponents' steps carry a gradient: each player accounts for its
+    influence on the learning of the others, which it assumes to be naive learners. The opponents themselves are held by
+    the block `OPPONENTS`; with it open, the gradient is that of the whole sum, which also moves the opponents.
 
     Arguments, result and errors are those of `lookahead_loss`.
 

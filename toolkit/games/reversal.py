@@ -27,7 +27,7 @@ def reverse_gradient(input: Tensor, scale: float = 1.0) -> Tensor:
     r"""Return `input`, bit for bit, with the gradient :math:`-\lambda` times its cotangent.
 
     It is :math:`\operatorname{sg}(x) - \lambda (x - \operatorname{sg}(x))`. With the block `REVERSED` open the factor
-    is 1: the layers below help the layers above, as without any reversal.
+    is 1: the layers below help the layers above, as without reversal.
 
     Args:
         input: x, floating point, finite.
@@ -57,8 +57,8 @@ def domain_adversarial_loss(
 ) -> Tensor:
     r"""Return the mean cross entropy of a domain classifier behind a gradient reversal, in nats per sample.
 
-    The classifier learns to tell the domains apart, and the features learn, :math:`\lambda` times as fast, that it
-    cannot. Add it to the loss of the task on the source domain. With the block `REVERSED` open the features help the
+    The classifier learns to tell the domains apart; the features learn, :math:`\lambda` times as fast, to prevent it.
+    Add it to the loss of the task on the source domain. With the block `REVERSED` open the features help the
     classifier.
 
     Args:

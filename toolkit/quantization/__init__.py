@@ -4,7 +4,7 @@
 - `finite_scalar`: coordinates rounded to a few levels.
 - `codebook`: the nearest code, averaged codes, k-means, restarts.
 - `vector`: vector quantization with its losses and estimators.
-- `residual`: vector quantization of remainders.
+- `residual`: vector quantization in stages.
 - `spikes`: spiking neurons with surrogate slopes and a reset without a gradient.
 """
 

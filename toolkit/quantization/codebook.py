@@ -1,4 +1,4 @@
-"""A codebook and its training: the search for the nearest code, averages, a start by k-means, restarts, and its use.
+"""A codebook and its training: nearest codes, moving averages, initialisation by k-means, restarts, and perplexity.
 
 N vectors with D entries, K codes. Functions take vectors (..., D) and the codebook (K, D).
 """
@@ -84,8 +84,8 @@ def averaged_codebook(
         N_k' = \gamma N_k + (1 - \gamma) n_k, \qquad
         e_k' = e_k + \frac{1 - \gamma}{N_k'} \sum_{i : k_i = k} (z_i - e_k)
 
-    Here n counts the vectors of this batch. It is the ratio of the averages of the sums and of the counts, without
-    their stored sums: a code that nobody chose does not move, and ``decay=0`` is a step of Lloyd's algorithm. With the
+    Here n counts the vectors of this batch. The codes equal the ratio of averaged sums to averaged counts, without
+    stored sums: a code that no vector chose does not move, and ``decay=0`` is a step of Lloyd's algorithm. With the
     block in place the results are constants; with the block open the gradient of a code with respect to each of its
     vectors is :math:`(1 - \gamma) / N_k'`.
 
@@ -97,8 +97,8 @@ def averaged_codebook(
         decay: :math:`\gamma`, from 0 to 1.
 
     Raises:
-        ValueError: If `decay` is not between 0 and 1, `codebook` has less than 24 bits of precision, which lose the
-            small steps, or shapes do not fit.
+        ValueError: If `decay` is not between 0 and 1, `codebook` has less than 24 bits of precision, which would round
+            small steps to zero, or shapes do not fit.
 
     References:
         van den Oord, Vinyals and Kavukcuoglu, "Neural discrete representation learning", 2017, appendix A.1.
@@ -129,7 +129,7 @@ def averaged_codebook(
 def restarted_codebook(
     codebook: Tensor, counts: Tensor, z: Tensor, *, below: float, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the codebook with rarely used codes replaced by random vectors, and counts with `below` in their place.
+    """Return the codebook with rare codes replaced by random vectors, and the counts with `below` in their place.
 
     With the block in place the new codes are constants; with the block open the cotangent of a new code arrives at the
     vector that was copied.
@@ -165,9 +165,9 @@ def restarted_codebook(
 def kmeans_codebook(
     z: Tensor, codebook_size: int, *, steps: int = 10, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return a first codebook for vectors: their k-means by Lloyd's algorithm from random vectors among them, (K, D).
+    """Return an initial codebook (K, D): k-means of the vectors, by Lloyd's algorithm from random vectors among them.
 
-    A code that no vector chooses stays where it is. It is a constant.
+    A code that no vector chooses stays where it is. The codebook is a constant.
 
     Args:
         z: (..., D), at least K vectors.

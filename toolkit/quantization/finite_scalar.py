@@ -48,21 +48,21 @@ class FiniteScalarQuantizer(nn.Module):
 
     Here :math:`h = (L - 1)(1 + \epsilon) / 2`, :math:`o = 1/2` for an even number of levels and 0 otherwise, and
     :math:`s = \operatorname{artanh}(o / h)`, so that :math:`b = 0` at :math:`z = 0`. An even number of levels has one
-    more on the negative side: 4 are -1, -1/2, 0, 1/2.
+    more level on the negative side: 4 levels are -1, -1/2, 0, 1/2.
 
     With the block in place the gradient is :math:`c\, h (1 - \tanh^2(z + s)) / \lfloor L / 2 \rfloor`, with the block
     open 0. The module has no parameters. Inputs of half precision are bounded in float32.
 
     Args:
         levels: L_1 ... L_D, each at least 2.
-        margin: :math:`\epsilon`: how far, relatively, the bounds lie beyond the outermost levels.
+        margin: :math:`\epsilon`, the relative distance of the bounds from the outermost levels.
 
     Raises:
         ValueError: If `levels` is empty, has an entry below 2 or a product from 2^63, or `margin` is not positive.
 
     References:
-        Mentzer, Minnen, Agustsson and Tschannen, "Finite scalar quantization: VQ-VAE made simple", 2023; the
-        ``tan`` in its program is meant to be ``artanh``.
+        Mentzer, Minnen, Agustsson and Tschannen, "Finite scalar quantization: VQ-VAE made simple", 2023; the ``tan`` in
+        its code is meant to be ``artanh``.
 
     Example:
         >>> quantizer = FiniteScalarQuantizer([8, 5, 4])

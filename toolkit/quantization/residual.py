@@ -1,4 +1,4 @@
-"""Residual vector quantization: each codebook quantizes the remainder that those before it left.
+"""Residual vector quantization: each codebook quantizes the residual of the codebooks before it.
 
 M quantizers with codes e_1 ... e_M, D entries, K codes each; z an encoder output, c the cotangent at the result.
 """
@@ -40,22 +40,23 @@ class ResidualQuantized(NamedTuple):
 
 
 class ResidualVectorQuantizer(nn.Module):
-    r"""Quantize vectors, then the remainders, again and again.
+    r"""Quantize vectors, then their residuals, stage by stage.
 
     .. math::
         r_1 = z, \qquad r_{i+1} = r_i - \operatorname{sg}(e_i), \qquad
         y = \operatorname{sg}\Bigl(\sum_i e_i\Bigr) + z - \operatorname{sg}(z)
 
-    There is one straight-through step, around the sum. With one in each stage, as in other programs, the decoder's
-    gradient arrives at the encoder M times; here dy/dz is the identity, while every commitment loss keeps its gradient:
-    by z it is :math:`c + \sum_i 2 \beta (r_i - e_i) / n`, for n entries. With the block `RESIDUAL` open, the later
-    commitment losses also draw a learnt code e_i, by the opposite of their gradients.
+    There is one straight-through step, around the sum. With a straight-through step in each stage, as in other
+    implementations, the decoder's gradient arrives at the encoder M times. Here dy/dz is the identity, and every
+    commitment loss keeps its gradient: the gradient by z is :math:`c + \sum_i 2 \beta (r_i - e_i) / n`, for n entries.
+    With the block `RESIDUAL` open, the later commitment losses also draw a learnt code e_i, by the opposite of their
+    gradients.
 
     Args:
         dim: D.
         codebook_size: K.
         n_quantizers: M.
-        commitment: As in `VectorQuantizer`, and so are the other arguments.
+        commitment: As in `VectorQuantizer`, like all arguments below.
         learning: ``"average"`` or ``"loss"``.
         decay: Share of an average that is left after a batch.
         estimator: ``"straight_through"`` or ``"rotation"``, of the sum.
@@ -129,10 +130,10 @@ class ResidualVectorQuantizer(nn.Module):
         return ResidualQuantized(quantized, torch.stack(indices, -1), loss)
 
     def codes_of(self, indices: Tensor) -> Tensor:
-        """Return the sums of codes (..., D) with these indices (..., M), or with those of the first stages alone.
+        """Return the sums of codes (..., D) with these indices (..., M); fewer indices select the first stages.
 
         Raises:
-            ValueError: If `indices` are not integers, there is no such code, or there are more than quantizers.
+            ValueError: If `indices` are not integers, there is no such code, or there are more indices than quantizers.
         """
         integers(indices=indices)
         if indices.ndim == 0 or not 1 <= indices.shape[-1] <= len(self.stages):
@@ -143,7 +144,7 @@ class ResidualVectorQuantizer(nn.Module):
         ).sum(0)
 
     def start(self, z: Tensor, *, steps: int = 10, generator: torch.Generator | None = None) -> None:
-        """Set each codebook to the k-means of the remainders that it quantizes.
+        """Set each codebook to the k-means of the residuals that it quantizes.
 
         Args:
             z: (..., D), at least K vectors.

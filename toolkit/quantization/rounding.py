@@ -1,6 +1,6 @@
 """Straight-through estimators: a value on a grid, with the gradient of the continuous input.
 
-c the cotangent that arrives at the result. Every value lies exactly on its grid: the sums round to it in any precision.
+c the cotangent that arrives at the result. Every value lies exactly on its grid, in any precision.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ONE_HOT = block(
 def round_ste(x: Tensor) -> Tensor:
     """Return ``x + sg(round(x) - x)``, the nearest integers, halves to even.
 
-    With the block in place the gradient is c, with the block open 0, that of rounding.
+    With the block in place the gradient is c, with the block open 0, the gradient of rounding.
 
     Args:
         x: Of any shape.

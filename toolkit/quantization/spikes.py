@@ -1,6 +1,6 @@
-"""Spiking neurons: a step in the forward pass, a smooth slope in the other, and a reset without a gradient.
+"""Spiking neurons: a step in the forward pass, a smooth slope in the backward pass, and a reset without a gradient.
 
-T time steps, u membrane potentials (in units of the threshold's), s spikes (0 or 1).
+T time steps, u membrane potentials (in the units of the threshold), s spikes (0 or 1).
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def spike(x: Tensor, slope: Slope = arctan_slope) -> Tensor:
         H(x) + \sigma'(\operatorname{sg}(x)) \, (x - \operatorname{sg}(x))
 
     The value is exactly H(x). With the block in place the gradient is :math:`c\, \sigma'(x)`, and derivatives of higher
-    order are 0; with the block open it is 0.
+    order are 0; with the block open the gradient is 0.
 
     Args:
         x: Potential minus threshold.
-        slope: :math:`\sigma'`, elementwise, finite; half precision is given to it as float32.
+        slope: :math:`\sigma'`, elementwise, finite; it gets half precision as float32.
 
     References:
         Neftci, Mostafa and Zenke, "Surrogate gradient learning in spiking neural networks", 2019.
@@ -176,12 +176,12 @@ def leaky_integrate_and_fire(
         threshold: :math:`\theta`.
         reset: ``"subtract"`` the threshold after a spike, return to ``"zero"``, or ``"none"``.
         slope: Surrogate slope :math:`\sigma'` of a spike, as in `spike`.
-        start: :math:`u_0`, broadcast to (...), the potential before the first current. Above the threshold it has just
-            fired: the last potential of one call continues it in the next. None: 0.
+        start: :math:`u_0`, broadcast to (...), the potential before the first current. A neuron above the threshold has
+            just fired, so the last potential of one call can start the next call. None: 0.
 
     Returns:
-        Spikes, (T, ...), in the precision of `currents`, and potentials, (T, ...). The potentials of half precision are
-        integrated and returned in float32: small currents would else be rounded away.
+        Spikes, (T, ...), in the precision of `currents`, and potentials, (T, ...). With half precision the potentials
+        are integrated and returned in float32, because small currents would be rounded away.
 
     Raises:
         ValueError: If `decay` is not between 0 and 1, `threshold` is not positive, `reset` is unknown, `currents` has

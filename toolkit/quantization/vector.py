@@ -1,4 +1,4 @@
-"""Vector quantization: each vector is replaced by its nearest code, and the encoder learns as if it were not.
+"""Vector quantization: each vector is replaced by its nearest code, and the encoder gets the gradient of the code.
 
 N vectors with D entries, K codes; z an encoder output, e its code, c the cotangent that arrives at the result.
 """
@@ -72,7 +72,7 @@ class Quantized(NamedTuple):
     Attributes:
         codes: (..., D).
         indices: (...).
-        loss: A scalar: commitment, and codebook if it learns by its loss.
+        loss: A scalar: the commitment loss, plus the codebook loss if the codes learn by it.
     """
 
     codes: Tensor
@@ -83,8 +83,8 @@ class Quantized(NamedTuple):
 def straight_through(z: Tensor, codes: Tensor) -> Tensor:
     """Return ``sg(e) + (z - sg(z))``: the codes, with the gradient of the encoder outputs.
 
-    The value is exactly e, other than that of the usual ``z + sg(e - z)``. With the block in place the gradient is c
-    for z and 0 for e; with the block open it is 0 for z and c for e.
+    The value is exactly e, unlike the usual ``z + sg(e - z)``. With the block in place the gradient is c for z and 0
+    for e; with the block open it is 0 for z and c for e.
 
     Args:
         z: (..., D), finite.
@@ -107,7 +107,7 @@ def straight_through(z: Tensor, codes: Tensor) -> Tensor:
 
 
 def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
-    r"""Return the codes, with a gradient that is rotated and scaled as the encoder outputs are.
+    r"""Return the codes, with a gradient that is rotated and scaled as the codes are from the encoder outputs.
 
     .. math::
         \operatorname{sg}(e) + \operatorname{sg}(\lambda R)\,(z - \operatorname{sg}(z)), \qquad
@@ -159,7 +159,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
-    """Return the mean of ``(sg(z) - e)^2`` over all entries, which draws codes to the encoder outputs.
+    """Return the mean of ``(sg(z) - e)^2`` over all entries, which pulls codes towards the encoder outputs.
 
     With the block in place the gradient by e is ``2 (e - z) / n``, n entries; with the block open z receives the
     opposite.
@@ -184,7 +184,7 @@ def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
 
 
 def commitment_loss(z: Tensor, codes: Tensor) -> Tensor:
-    """Return the mean of ``(z - sg(e))^2`` over all entries, which draws encoder outputs to their codes.
+    """Return the mean of ``(z - sg(e))^2`` over all entries, which pulls encoder outputs towards their codes.
 
     With the block in place the gradient with respect to z is ``2 (z - e) / n``, n entries; with the block open e
     receives the opposite.
@@ -217,8 +217,8 @@ class VectorQuantizer(nn.Module):
 
     Add the loss to that of the decoder. The codes are ``codebook`` (K, D), a parameter that learns by its loss or a
     buffer that is averaged; set it with ``codebook.copy_``. ``counts`` (K,) are averaged numbers of vectors per batch.
-    In training mode a forward pass moves the averages; in evaluation mode nothing moves, and the gradient is the same.
-    Inputs of lower precision than the codebook are quantized in its precision.
+    In training mode a forward pass updates the averages; in evaluation mode nothing changes, and the gradient is the
+    same. Inputs of lower precision than the codebook are quantized in its precision.
 
     Args:
         dim: D.

@@ -1,7 +1,7 @@
-r"""Self-supervised and semi-supervised learning: a network whose targets are its own answers.
+r"""Self-supervised and semi-supervised learning: a network whose targets are its own outputs.
 
 Each loss holds the target constant: the embedding of another view, the output of a teacher, a code, a pseudo-label.
-Without the stop most of these losses have a trivial minimum, a constant answer.
+Without the stop most of these losses have a trivial minimum, a constant output.
 
 - `prediction`: SimSiam, BYOL, data2vec.
 - `contrast`: momentum contrast with its queue.

@@ -1,4 +1,4 @@
-r"""Losses that predict one view's soft cluster from another view: DINO with its centre, SwAV with Sinkhorn codes.
+r"""Losses that predict the soft cluster of one view from another view: DINO with its centre, SwAV with Sinkhorn codes.
 
 V views, T of them seen by the teacher (the first T), N samples, K outputs or prototypes, sg stops the gradient.
 """
@@ -60,8 +60,8 @@ def dino_loss(
     `DINO_TARGET` open, that by :math:`x_t` is the mean over s of :math:`-P_t \odot (\log P_s - E_{P_t} \log P_s) /
     \tau_t`.
 
-    The centre is the argument that is given, as a constant or with a gradient: that of earlier batches, as `DINOLoss`
-    and the code of the paper's authors have it, or the one after this batch, by `dino_center`.
+    The centre is the argument `center`, a constant or with a gradient: the centre of earlier batches, as in `DINOLoss`
+    and the code of the paper's authors, or the centre after this batch, from `dino_center`.
 
     Args:
         student: Outputs x of all V views, (V, \*, K).
@@ -129,9 +129,9 @@ def dino_center(center: Tensor, teacher: Tensor, *, momentum: float = 0.9) -> Te
 
 
 class DINOLoss(nn.Module):
-    """DINO's loss with its centre, which moves after each call in training mode and stays in evaluation mode.
+    """DINO's loss with its centre, which is updated after each call in training mode and constant in evaluation mode.
 
-    Each process of a distributed training has a centre of its own samples.
+    In distributed training each process has its own centre.
 
     Args:
         output_dim: K.
@@ -197,13 +197,13 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3) -> T
     r"""Return SwAV's codes: :math:`e^{S / \epsilon}`, its columns and rows scaled in turn, rows last.
 
     The columns are scaled to equal sums and the rows to 1, so that at convergence each prototype gets N / K samples.
-    Each column and then each row is divided by its largest entry in the log domain, so that no score overflows and no
-    sample loses its row, however low its scores.
+    Each column and then each row is divided by its largest entry in the log domain, so that no score overflows, and no
+    row vanishes even if all scores of a sample are very low.
 
     Args:
         scores: S, (\*, N, K).
-        epsilon: Positive; smaller is closer to a hard assignment.
-        iterations: Turns.
+        epsilon: Positive; a smaller value is closer to a hard assignment.
+        iterations: Number of turns.
 
     Returns:
         Rows of sum 1, (\*, N, K); half precision is computed in float32.

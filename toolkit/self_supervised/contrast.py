@@ -1,4 +1,4 @@
-r"""Momentum contrast: each query has to find its own key among those of other samples, kept in a queue.
+r"""Momentum contrast: each query has to find its own key among a queue of other samples' keys.
 
 N samples, Q keys in the queue, D features, sg stops the gradient.
 """

@@ -1,4 +1,4 @@
-r"""Learning with few labels: a model's own answer on one view is the target for another one.
+r"""Learning with few labels: the model's own prediction on one view is the target for another view.
 
 N samples, K classes, sg stops the gradient, p = softmax(logits).
 """

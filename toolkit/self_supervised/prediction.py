@@ -1,7 +1,7 @@
-r"""Losses that predict one view's embedding from another one's: SimSiam, BYOL, data2vec.
+r"""Losses that predict the embedding of one view from that of another: SimSiam, BYOL, data2vec.
 
-Nothing in them keeps the embeddings apart: a constant embedding has the best value. The stop on the target is the
-reason that training does not find it.
+No term keeps the embeddings apart: a constant embedding minimises each loss. Training does not find it because of the
+stop on the target.
 
 N samples, D features, L layers, sg stops the gradient.
 """

@@ -27,11 +27,11 @@ def ema(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], *, momentu
     r"""Return the next state of a teacher, :math:`\tau \xi + (1 - \tau) \operatorname{sg} \theta`.
 
     Counts, such as the number of batches of batch normalisation, are the student's. With `EMA_STUDENT` open, a gradient
-    g by the new state is :math:`(1 - \tau) g` by the student's. For a model without updates in place, see
-    `torch.func.functional_call`; `EMATeacher` is the module.
+    g by the new state is :math:`(1 - \tau) g` by the student's. To use the result, call `torch.func.functional_call`;
+    `EMATeacher` is the module that updates in place.
 
     Args:
-        teacher: Name -> xi, float32 or float64: in half precision small steps would be rounded to none.
+        teacher: Name -> xi, float32 or float64: in half precision small steps would be rounded to zero.
         student: The same names -> theta, of the same shapes and any precision.
         momentum: tau, from 0, a copy of the student, to 1, a teacher that stays.
 
@@ -91,7 +91,7 @@ class EMATeacher(nn.Module):
     are in evaluation mode, call ``teacher.module.eval()``.
 
     Args:
-        student: Its copy is the first teacher; float32 or float64. For a student in half precision, give
+        student: The module to copy as the first teacher; float32 or float64. For a student in half precision, give
             ``copy.deepcopy(student).float()``.
         momentum: tau; the attribute may be changed by a schedule.
 
@@ -122,7 +122,7 @@ class EMATeacher(nn.Module):
             _check_precision(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the teacher's answer."""
+        """Return the teacher's output."""
         return self.module(*args, **kwargs)
 
     def update(self, student: nn.Module) -> None:

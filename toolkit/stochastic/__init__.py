@@ -3,8 +3,8 @@
 `score` has the score function and DiCE, `path` the gradients along the path of a sample, `importance` the bounds with
 several samples, `control` relaxed control variates and the straight-through estimator.
 
-Tensors are floating point; costs, baselines and draws may be integers or flags. A ValueError names an argument that is
-neither.
+Tensors are floating point; costs, baselines and draws may be integers or flags. Any other argument raises a ValueError
+that names it.
 """
 
 from toolkit.stochastic.control import (

@@ -37,7 +37,7 @@ STRAIGHT_THROUGH = block(
 
 
 class RelaxedBernoulli(NamedTuple):
-    """A binary draw and the two relaxations that belong to it.
+    """A binary draw and its two relaxations.
 
     Attributes:
         sample: b, 0 or 1, without a gradient.
@@ -124,7 +124,7 @@ def straight_through(sample: Tensor, mean: Tensor) -> Tensor:
     r"""Return ``sample + (mean - sg(mean))``: the discrete draw, with the gradient of its mean.
 
     The gradient of f is :math:`f'(b) \nabla p`, which is that of :math:`E[f(b)]` only for a linear f. With the block
-    open nothing is left of it.
+    open the gradient is zero.
 
     Args:
         sample: A draw of any discrete variable, (\*): bits, or the rows of a one-hot matrix.

@@ -1,7 +1,7 @@
 r"""Bounds with several importance samples, and the weights that their gradients hold constant.
 
-:math:`L = E[\log \frac{1}{K} \sum_k w_k]` with :math:`w_k = p(x, z_k) / q(z_k)`. All losses are the negative of a
-quantity that training should raise. The normalised weights are :math:`\tilde w = softmax(\log w)`.
+:math:`L = E[\log \frac{1}{K} \sum_k w_k]` with :math:`w_k = p(x, z_k) / q(z_k)`. Every loss is the negative of a
+quantity to maximise. The normalised weights are :math:`\tilde w = softmax(\log w)`.
 
 K samples of the proposal q, along dimension 0; ``*`` any further dimensions, over which is averaged.
 """
@@ -61,8 +61,8 @@ VIMCO_SIGNAL = block(
 def iwae_bound(log_weights: Tensor) -> Tensor:
     r"""Return the objective, :math:`\log \frac{1}{K} \sum_k w_k` averaged over ``*``, in nats.
 
-    Its own gradient with respect to reparameterised samples is unbiased. The part of the proposal's parameters becomes
-    noise as K grows; `dreg_loss` has the same expectation and does not.
+    Its own gradient with respect to reparameterised samples is unbiased. The gradient of the proposal's parameters
+    becomes pure noise as K grows; that of `dreg_loss`, with the same expectation, does not.
 
     Args:
         log_weights: :math:`\log p(x, z_k) - \log q(z_k)` in nats, (K, \*).
@@ -88,10 +88,10 @@ def iwae_loss(log_weights: Tensor) -> Tensor:
     r"""Return :math:`-\sum_k sg(\tilde w_k) \log w_k`, whose gradient is exactly that of ``-iwae_bound``.
 
     With the block open a second term is added,
-    :math:`-\sum_k \tilde w_k \log w_k (\nabla \log w_k - \sum_j \tilde w_j \nabla \log w_j)`. That is the gradient
-    of a softmax-weighted mean, which no bound has; published code has trained with it.
+    :math:`-\sum_k \tilde w_k \log w_k (\nabla \log w_k - \sum_j \tilde w_j \nabla \log w_j)`. The sum is the gradient
+    of a softmax-weighted mean, which is not a bound; published code has trained with it.
 
-    With log-weights of `path_log_prob` it is the estimator of Roeder and others, which is biased for more than one
+    With log-weights from `path_log_prob` this is the estimator of Roeder et al., which is biased for more than one
     sample.
 
     Args:
@@ -121,7 +121,7 @@ def dreg_loss(log_weights: Tensor) -> Tensor:
 
     The log-weights have to be taken with `path_log_prob`: then the gradient with respect to the parameters of the
     proposal is an unbiased estimate of that of ``-iwae_bound`` whose signal-to-noise ratio grows with K. For the
-    parameters of the model it is not: they take `iwae_loss` or `iwae_bound`.
+    parameters of the model it is biased: use `iwae_loss` or `iwae_bound`.
 
     With the block open :math:`-2 \sum_k \tilde w_k^2 \log w_k (\nabla \log w_k - \sum_j \tilde w_j \nabla \log w_j)`
     is added.
@@ -151,10 +151,10 @@ def dreg_loss(log_weights: Tensor) -> Tensor:
 def wake_loss(log_weights: Tensor, log_probs: Tensor) -> Tensor:
     r"""Return :math:`-\sum_k sg(\tilde w_k) \log r(z_k)`, the loss of reweighted wake-sleep.
 
-    With log-probabilities of the model, :math:`\log p(x, z_k)`, this is the wake phase of the model; that of the
-    proposal is `wake_proposal_loss`. The weights are normalised by their own sum, so the bias is of order 1 / K. The
-    update is no gradient of a loss. With the block open the weights move too: they learn to prefer the sample that is
-    likely already.
+    With log-probabilities of the model, :math:`\log p(x, z_k)`, this is the wake phase of the model;
+    `wake_proposal_loss` is that of the proposal. The weights are normalised by their own sum, so the bias is of order 1
+    / K. The update is not the gradient of any loss. With the block open the weights learn too: they come to prefer the
+    sample that is already likely.
 
     Args:
         log_weights: As in `iwae_bound`, (K, \*).
@@ -190,7 +190,7 @@ def wake_proposal_loss(log_weights: Tensor, proposal: Distribution, samples: Ten
     Args:
         log_weights: As in `iwae_bound`, (K, \*).
         proposal: q, whose log-probabilities of the samples have the shape of the log-weights.
-        samples: K samples of it along dimension 0.
+        samples: K samples of the proposal along dimension 0.
 
     Returns:
         A scalar, in nats.

@@ -64,8 +64,8 @@ def path_log_prob(distribution: Distribution, value: Tensor) -> Tensor:
     open it is ``distribution.log_prob(value)``.
 
     Args:
-        distribution: Of `torch.distributions`; mixtures, products and transformed ones are followed to their tensors,
-            and caches of transforms are not used, as a cached inverse does not depend on the sample.
+        distribution: Of `torch.distributions`; the tensors inside of mixtures, products and transformed distributions
+            are found too. Caches of transforms are not used, because a cached inverse does not depend on the sample.
         value: A reparameterised sample.
 
     Returns:
@@ -96,8 +96,8 @@ def implicit_sample(distribution: Distribution, value: Tensor) -> Tensor:
     makes samples of any univariate continuous distribution with a differentiable ``cdf`` differentiable, mixtures
     (`torch.distributions.MixtureSameFamily`) for example. Only first derivatives are right. Opening the blocks matters
     if the value is differentiable already, with derivative :math:`z'`: `IMPLICIT_SAMPLE` open doubles it,
-    `IMPLICIT_POINT` open makes it zero, both open give :math:`z'` again. With `IMPLICIT_CDF` open nothing is left of
-    the gradient; the leak of `IMPLICIT_DENSITY` is zero.
+    `IMPLICIT_POINT` open makes it zero, both open give :math:`z'` again. With `IMPLICIT_CDF` open the gradient is zero;
+    the leak of `IMPLICIT_DENSITY` is zero.
 
     Args:
         distribution: Continuous, with scalar events, ``cdf`` and ``log_prob``.

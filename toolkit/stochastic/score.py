@@ -1,10 +1,9 @@
-r"""The score function estimator and DiCE: gradients through a draw that has none.
+r"""The score function estimator and DiCE: gradients through a draw that has no derivative.
 
-:math:`\nabla E_q[c] = E_q[c \nabla \log q + \nabla c]`: a sample moves with its probability alone. The cost multiplies
-the score as a number; its own dependence on the parameters is a term of its own.
+:math:`\nabla E_q[c] = E_q[c \nabla \log q + \nabla c]`: the parameters act on a sample through its probability alone.
+The cost multiplies the score as a number; its own dependence on the parameters is a separate term.
 
-S samples, T draws in the order in which they are made, K outcomes; ``*`` any further dimensions, over which is
-averaged.
+S samples, T draws in order, K outcomes; ``*`` any further dimensions, over which is averaged.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def enumerated_loss(log_probs: Tensor, losses: Tensor) -> Tensor:
     r"""Return :math:`\sum_k sg(q_k) L_k`, the mean of a sampled surrogate over all outcomes of a small space.
 
     With the block in place its gradient is :math:`\sum_k q_k \nabla L_k`, the expectation of the gradients of
-    single samples, without any noise. With the block open it is that and :math:`\sum_k L_k \nabla q_k`. Outcomes with
+    single samples, without any noise. With the block open, :math:`\sum_k L_k \nabla q_k` is added. Outcomes with
     probability 0 do not contribute.
 
     Args:
@@ -183,10 +182,10 @@ def magic_box(log_prob: Tensor) -> Tensor:
 def dice_loss(log_probs: Tensor, costs: Tensor, *, baselines: Tensor | None = None) -> Tensor:
     r"""Return :math:`\sum_t box(\sum_{s \leq t} \log q_s) c_t + \sum_t (1 - box(\log q_t)) b_t`, to be minimised.
 
-    Its value is the mean over ``*`` of the summed costs. Each of its derivatives, of any order, estimates that of the
-    expected cost without bias, if a baseline does not depend on the draws from its own on. A surrogate of the form
-    ``sg(c) * log q`` is right at the first order only. With the block open only the costs' own dependence on the
-    parameters is left.
+    Its value is the mean over ``*`` of the summed costs. Each of its derivatives, of any order, is an unbiased estimate
+    of that of the expected cost, if each baseline depends only on earlier draws. A surrogate of the form ``sg(c) * log
+    q`` is right at the first order only. With the block open the gradient is that of the costs' own dependence on the
+    parameters.
 
     Args:
         log_probs: Log-probability in nats of each draw, (T, \*).

@@ -1,4 +1,4 @@
-"""Weights and statistics that are held constant, and the losses in which holding them makes a difference.
+"""Weights and statistics that are held constant, and the losses that use them.
 
 - `focal`, `circle`: weights of samples and pairs that depend on the prediction itself.
 - `balancing`: weights of several losses; importance weights; the weighted Gaussian likelihood.

@@ -69,7 +69,7 @@ Losses = Tensor | Sequence[Tensor]
 
 
 def self_normalized_loss(losses: Losses) -> Tensor:
-    r"""Return the number of losses, as :math:`\sum_i L_i / \mathrm{sg}(L_i)`: all have an equal say.
+    r"""Return :math:`\sum_i L_i / \mathrm{sg}(L_i)`, whose value is the number of losses: all losses count equally.
 
     With the block `OWN_LOSSES` in place the gradient is that of :math:`\sum_i \log L_i`. Opened, it is exactly 0.
 
@@ -77,7 +77,7 @@ def self_normalized_loss(losses: Losses) -> Tensor:
         losses: Positive, (\*, T), or a sequence of T tensors of equal shape.
 
     Returns:
-        (\*). The value says nothing: report the losses. A loss of 0 counts 0; a negative one gives NaN.
+        (\*). The value carries no information: report the losses. A loss of 0 counts 0; a negative loss gives NaN.
 
     Raises:
         ValueError: If losses of a sequence differ in shape.
@@ -97,7 +97,7 @@ def self_normalized_loss(losses: Losses) -> Tensor:
 
 
 def ratio_balanced_loss(losses: Losses) -> Tensor:
-    r"""Return :math:`L_1 + \sum_{i>1} \mathrm{sg}(L_1 / L_i) L_i`: all losses are brought to the size of the first.
+    r"""Return :math:`L_1 + \sum_{i>1} \mathrm{sg}(L_1 / L_i) L_i`: all losses are scaled to the size of the first.
 
     With the block `LOSS_RATIOS` in place the gradient is :math:`L_1 \nabla \sum_i \log L_i`, in general that of no
     loss. Opened, it is :math:`T \nabla L_1`: the other losses vanish.
@@ -112,7 +112,7 @@ def ratio_balanced_loss(losses: Losses) -> Tensor:
         ValueError: If losses of a sequence differ in shape.
 
     References:
-        The detached ratio of programs that combine two losses, as the adaptive weight of Esser, Rombach and Ommer,
+        The detached ratio in code that combines two losses, like the adaptive weight of Esser, Rombach and Ommer,
         "Taming transformers for high-resolution image synthesis", 2021, with losses in place of gradients.
 
     Example:
@@ -206,7 +206,7 @@ def gradnorm_loss(
         gradient_norms: G, (T,): norms of the gradients of the losses, without weights, by the last shared layer.
         losses: Current losses, (T,), or a sequence of T scalars.
         initial_losses: Losses at the first step, likewise.
-        alpha: Strength that pulls slow tasks forward; 0 makes all norms equal.
+        alpha: Strength of the pull on slow tasks; 0 makes all norms equal.
 
     Returns:
         A scalar.
@@ -316,8 +316,9 @@ def beta_nll_loss(input: Tensor, target: Tensor, var: Tensor, *, beta: float = 0
 
     ``beta=0`` is the likelihood, in which the mean learns little where the variance is large; with ``beta=1`` the mean
     has the gradient of the squared error. With the block `NLL_WEIGHTS` in place the gradients are
-    :math:`v^{\beta - 1} (\mu - y)` and :math:`\frac12 v^{\beta - 2} (v - (y - \mu)^2)`, for :math:`\beta \neq 0` those
-    of no loss. Opened, :math:`\beta v^{\beta - 1}` times the negative log-likelihood is added to the latter.
+    :math:`v^{\beta - 1} (\mu - y)` and :math:`\frac12 v^{\beta - 2} (v - (y - \mu)^2)`, for :math:`\beta \neq 0` not
+    the gradients of any loss. Opened, :math:`\beta v^{\beta - 1}` times the negative log-likelihood is added to the
+    latter.
 
     Args:
         input: Predicted means, (\*).

@@ -1,7 +1,7 @@
 r"""Circle loss: pair similarities weighted by their distance from the optimum.
 
-The weights are detached, and the paper's gradient is the blocked one. That gradient belongs to no loss: the weight of
-a pair changes with its own similarity, and the softmax couples the pairs.
+The weights are detached, and the paper's gradient is the blocked gradient. It is not the gradient of any loss: the
+weight of a pair changes with its own similarity, and the softmax couples the pairs.
 
 N embeddings of D features, K positive and L negative similarities; ``*`` leading dimensions.
 """
@@ -77,7 +77,7 @@ def circle_loss_of_similarities(positive: Tensor, negative: Tensor, *, m: float 
     `CIRCLE_WEIGHTS`. With :math:`Z = 1 - e^{-L}` and the softmax of its group, each similarity then has the gradient
     :math:`Z\, \mathrm{softmax} \cdot \gamma (s_n + m)` or :math:`-Z\, \mathrm{softmax} \cdot \gamma (1 + m - s_p)`.
     Opened, the last factors are :math:`2 \gamma s_n` and :math:`2 \gamma (1 - s_p)`: a negative similarity below 0 is
-    pushed up. The blocked gradient is that of no loss.
+    pushed up. The blocked gradient is not the gradient of any loss.
 
     Args:
         positive: Similarities with the same class, (\*, K).

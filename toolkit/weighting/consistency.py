@@ -1,9 +1,9 @@
 r"""Consistency training: the same image at two noise levels should have the same prediction.
 
-The prediction at the lower level is the target of the one at the higher level. In consistency training both come from
-the same network, in earlier work the target's is a moving average; the block holds the target constant either way.
-Without it the two predictions move towards each other, and the gradient is that of the expected squared difference,
-which also counts the noise of the target.
+The prediction at the lower level is the target for the prediction at the higher level. In consistency training both
+come from the same network; in earlier work the target network is a moving average. The block holds the target constant
+either way. Without it the two predictions move towards each other, and the gradient is that of the expected squared
+difference, which also counts the noise of the target.
 
 N images, each of shape (...).
 """
@@ -42,8 +42,8 @@ def consistency_loss(
     r"""Return :math:`\|f(x + t z, t) - \mathrm{sg}\, f(x + s z, s)\|^2` for every image, noise z, levels s < t.
 
     With the block `CONSISTENCY_TARGET` in place and :math:`\Delta` the difference, the gradient is
-    :math:`2 \Delta\, \partial f(x + t z, t)`, as a semi-gradient that of no loss. Opened, it is
-    :math:`2 \Delta\, (\partial f(x + t z, t) - \partial f(x + s z, s))`.
+    :math:`2 \Delta\, \partial f(x + t z, t)`, a semi-gradient, not the gradient of any loss. Opened, it is :math:`2
+    \Delta\, (\partial f(x + t z, t) - \partial f(x + s z, s))`.
 
     Args:
         model: Noisy images (N, ...) and their levels (N,) to predicted images (N, ...); `consistency_function` makes
@@ -57,7 +57,7 @@ def consistency_loss(
             prediction is :math:`\Delta / \sqrt{\|\Delta\|^2 + c^2}`.
 
     Returns:
-        (N,). The weight of a level, as ``1 / (t - earlier)``, is up to the caller.
+        (N,). The caller chooses the weight of a level, for example ``1 / (t - earlier)``.
 
     Raises:
         ValueError: If the shapes do not fit, also those of the two predictions, or `c` is not positive.
@@ -99,7 +99,7 @@ def consistency_function(network: Network, *, sigma_data: float = 0.5, sigma_min
     .. math:: c_{skip}(t) = \frac{\sigma_d^2}{(t - \sigma_{min})^2 + \sigma_d^2}, \qquad
         c_{out}(t) = \frac{\sigma_d (t - \sigma_{min})}{\sqrt{\sigma_d^2 + t^2}}
 
-    Without this boundary a constant would be the best prediction of all.
+    Without this boundary condition a constant would be the best prediction.
 
     Args:
         network: F, images (N, ...) and levels (N,) to images (N, ...).

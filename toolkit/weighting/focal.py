@@ -1,7 +1,8 @@
-r"""Focal loss as its paper defines it, without a block, and with its weight held constant.
+r"""Focal loss as in its paper, without a block; and with its weight held constant.
 
 Focal loss multiplies the cross entropy of each sample by :math:`(1 - p)^\gamma`, p the probability of the label. The
-paper differentiates that weight too. Programs that hold it constant minimise another loss: their gradient is that of
+paper differentiates this weight too. Code that holds the weight constant minimises another loss: its gradient is that
+of
 
 .. math:: \int_p^1 \frac{(1 - q)^\gamma}{q} dq = -\log p - \sum_{j=1}^{\gamma} \frac{(1 - p)^j}{j}
 
@@ -42,16 +43,16 @@ def sigmoid_focal_loss(
     gamma: float = 2.0,
     reduction: Reduction = "none",
 ) -> Tensor:
-    r"""Return focal losses :math:`-\alpha_t (1 - p_t)^\gamma \log p_t` of independent yes-or-no decisions, in nats.
+    r"""Return focal losses :math:`-\alpha_t (1 - p_t)^\gamma \log p_t` of independent binary decisions, in nats.
 
     With :math:`y = 2t - 1` for a target t of 0 or 1, :math:`p_t` is the sigmoid of :math:`y x`, and the gradient by the
     logit x is :math:`\alpha_t y (1 - p_t)^\gamma (\gamma p_t \log p_t + p_t - 1)`. Nothing is held constant.
 
     Args:
-        inputs: Logits, (\*); infinite ones are sure decisions.
-        targets: (\*), 0 or 1, or shares between them: then :math:`1 - p_t` is their mean, and the cross entropy that of
+        inputs: Logits, (\*); infinite logits are certain decisions.
+        targets: (\*), 0 or 1, or soft targets in between: :math:`1 - p_t` and the cross entropy are then means over
             both outcomes.
-        alpha: Weight of positive targets; negative ones get ``1 - alpha``. None: no such weight.
+        alpha: Weight of positive targets; negative targets get ``1 - alpha``. None: no weights.
         gamma: Exponent from 0; 0 gives the cross entropy.
         reduction: ``"none"``, ``"mean"`` or ``"sum"``.
 
@@ -85,7 +86,7 @@ def held_sigmoid_focal_loss(
     p_t)^{\gamma + 1}`. Opened, it is that of `sigmoid_focal_loss`.
 
     Args:
-        inputs: As in `sigmoid_focal_loss`, and so are the other arguments.
+        inputs: As in `sigmoid_focal_loss`, like all arguments below.
         targets: (\*).
         alpha: Weight of positive targets, or None.
         gamma: Exponent.
@@ -149,7 +150,7 @@ def held_focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reductio
     of `focal_loss`.
 
     Args:
-        logits: As in `focal_loss`, and so are the other arguments.
+        logits: As in `focal_loss`, like all arguments below.
         labels: (\*).
         gamma: Exponent.
         reduction: ``"none"``, ``"mean"`` or ``"sum"``.

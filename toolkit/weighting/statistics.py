@@ -69,7 +69,7 @@ def batch_renorm(
         input: x, (N, C, \*).
         running_mean: :math:`\mu`, (C,).
         running_std: :math:`\sigma`, (C,), positive.
-        rmax: Bound of the scale, from 1; 1, with ``dmax=0``, is batch normalisation.
+        rmax: Bound of the scale, at least 1; 1 with ``dmax=0`` is batch normalisation.
         dmax: Bound of the shift.
         eps: Added to the variance of the batch.
 
@@ -95,10 +95,10 @@ def batch_renorm(
 class BatchRenorm(nn.Module):
     r"""Batch renormalisation with running statistics, for inputs (N, C, \*).
 
-    In training `batch_renorm` is applied with the statistics of the batches before, which are then moved towards those
-    of the batch by `momentum`; the block `RUNNING_STATISTICS` holds them constant. In evaluation the output is
-    :math:`(x - \mu) / \sigma`, and nothing moves. `rmax` and `dmax` are attributes: the paper begins at 1 and 0, which
-    is batch normalisation, and raises them.
+    In training mode `batch_renorm` uses the running statistics of earlier batches, which then move towards those of
+    this batch by `momentum`; the block `RUNNING_STATISTICS` holds them constant. In evaluation mode the output is
+    :math:`(x - \mu) / \sigma`, and the statistics do not change. `rmax` and `dmax` are attributes: the paper begins at
+    1 and 0, which is batch normalisation, and raises them.
 
     Args:
         num_features: C.
@@ -108,7 +108,7 @@ class BatchRenorm(nn.Module):
         rmax: Bound of the scale, as in `batch_renorm`.
         dmax: Bound of the shift.
         device: Of parameters and statistics.
-        dtype: Of parameters and statistics. In half precision small steps of the statistics are rounded to none.
+        dtype: Of parameters and statistics. In half precision small steps of the statistics are rounded to zero.
 
     Raises:
         ValueError: If `num_features` is not positive, `momentum` is not from 0 to 1, or as in `batch_renorm`.

@@ -41,8 +41,8 @@ def sinkhorn_loss(
 
     with the potentials f, g of `sinkhorn_potentials`. With the block `POTENTIALS` in place the gradient with respect to
     the cost is the plan :math:`P_{ij} = a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon}`, and with respect to a it is
-    :math:`f - \epsilon` at convergence. Opened, it is the derivative of the value after these iterations; it has
-    converged to the same. The blocked Hessian is not that of the value.
+    :math:`f - \epsilon` at convergence. Opened, it is the derivative of the value after these iterations, which
+    converges to the same. The blocked Hessian is not that of the value.
 
     Args:
         cost: M, (\*, N, M).
@@ -84,10 +84,10 @@ def sinkhorn_potentials(
     .. math:: f_i = -\epsilon \log \sum_j b_j e^{(g_j - M_{ij}) / \epsilon}, \qquad
         g_j = -\epsilon \log \sum_i a_i e^{(f_i - M_{ij}) / \epsilon}
 
-    Nothing is held constant here; `sinkhorn_loss` holds them.
+    Nothing is held constant here; `sinkhorn_loss` holds the potentials.
 
     Args:
-        cost: As in `sinkhorn_loss`, and so are the other arguments.
+        cost: As in `sinkhorn_loss`, like all arguments below.
         a: (\*, N), or None.
         b: (\*, M), or None.
         epsilon: Strength of the entropy.
