@@ -100,7 +100,7 @@ def robust_weights(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
     r"""Return the weights :math:`w = \rho'(r) / r` of iteratively reweighted least squares, from 0 to 1.
 
     Args:
-        residuals: As in `robust_loss`, and so are the other arguments, the shape of the result and the errors.
+        residuals: As in `robust_loss`, like the other arguments, the shape of the result and the errors.
         kind: One of the table's.
         scale: c.
 
@@ -122,7 +122,7 @@ def reweighted_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
     its gradient is :math:`w r (1 + r w' / 2 w)`, the last column of the module's table.
 
     Args:
-        residuals: As in `robust_loss`, and so are the other arguments, the shape of the result and the errors.
+        residuals: As in `robust_loss`, like the other arguments, the shape of the result and the errors.
         kind: One of the table's.
         scale: c.
 
@@ -147,7 +147,7 @@ def half_quadratic_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tenso
     differs: the weights, with the block; :math:`\rho''`, negative for an outlier, without.
 
     Args:
-        residuals: As in `robust_loss`, and so are the other arguments, the shape of the result and the errors.
+        residuals: As in `robust_loss`, like the other arguments, the shape of the result and the errors.
         kind: One of the table's.
         scale: c.
 

@@ -222,16 +222,16 @@ def consensus_penalty(losses: Sequence[Loss], players: Sequence[Player]) -> Tens
 def symplectic_penalty(losses: Sequence[Loss], players: Sequence[Player]) -> Tensor:
     r"""Return a surrogate whose gradient is :math:`A^T \xi`, with :math:`A = (J - J^T) / 2`.
 
-    The symplectic gradient adjustment descends ``simultaneous_loss(...) + weight * symplectic_penalty(...)``. It turns
-    the field towards stable fixed points for a positive weight and away from unstable ones for a negative one;
+    The symplectic gradient adjustment descends ``simultaneous_loss(...) + weight * symplectic_penalty(...)``. A
+    positive weight turns the field towards stable fixed points, and a negative weight turns it away from unstable ones;
     algorithm 1 of the paper chooses the sign. The surrogate is
 
     .. math::
         \tfrac12 \operatorname{sg}(\xi) \cdot \xi
         - \tfrac12 \sum_i \operatorname{sg}(\xi) \cdot \nabla L_i(x_i, \operatorname{sg} x_{-i}),
 
-    the second sum being the derivative of each player's loss along the held field, of gradient :math:`J \xi`. With the
-    block `FIELD` open, the gradient is :math:`A^T \xi + (J^T \xi - \sum_i J^T \nabla L_i) / 2`.
+    where the second sum is the derivative of each player's loss along the held field, with gradient :math:`J \xi`. With
+    the block `FIELD` open, the gradient is :math:`A^T \xi + (J^T \xi - \sum_i J^T \nabla L_i) / 2`.
 
     Arguments, result and errors are those of `simultaneous_loss`.
 

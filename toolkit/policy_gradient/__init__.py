@@ -1,7 +1,7 @@
 """Policy gradients: surrogates whose gradient is that of the expected return, and the losses of their critics.
 
 - `sampled`: REINFORCE with a baseline, and actor-critic, from sampled actions.
-- `all_actions`: the same as a sum over all actions, and policy gradients by regret.
+- `all_actions`: policy gradients as a sum over all actions, and policy gradients by regret.
 - `groups`: advantages of several samples from one state.
 - `ratios`: PPO, GRPO, off-policy weights, and penalties on the divergence from a reference policy.
 - `temporal`: generalised advantages and V-trace.
@@ -9,7 +9,7 @@
 - `deterministic`: DPG, DDPG and TD3.
 
 Tensors are floating point, but actions are integers; rewards, returns, advantages, weights and masks may be integers or
-flags. A ValueError names an argument that is neither.
+flags. Any other argument raises a ValueError that names it.
 """
 
 from toolkit.policy_gradient.all_actions import (

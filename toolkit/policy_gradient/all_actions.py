@@ -1,7 +1,7 @@
 """Policy gradients as sums over all actions, without sampling noise, and policy gradients by regret.
 
 Leading dimensions (*) are batches and times, A actions. Losses are sums over actions and means over the rest. An
-illegal action has the logit -inf; its value is not used and may be -inf.
+illegal action has logit -inf; its value is ignored and may be -inf.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def expected_policy_gradient_loss(logits_t: Tensor, q_t: Tensor, baseline_t: Ten
     With both blocks in place the gradient with respect to a row of logits is ``-pi_a (q_a - J) / N``, ``J = sum_a pi_a
     q_a``: the gradient of ``-J``, whatever the baseline. With `SAMPLING` open each term is multiplied by ``1 + log
     pi_a``, so an action less likely than ``1 / e`` = 37 % is pushed in the wrong direction. With `ADVANTAGE` open and
-    the baseline ``b = J`` it is ``(1 + H(pi))`` times the right one.
+    the baseline ``b = J`` the gradient is ``(1 + H(pi))`` times the right one.
 
     Args:
         logits_t: (\*, A).
@@ -102,9 +102,9 @@ def rm_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
     r"""Return the loss of the regret-matching policy gradient, the mean of ``-sum_a pi_a sg(max(q_a - J, 0))``.
 
     J is ``sum_b pi_b q_b``. With the block `ADVANTAGE` in place the gradient with respect to a row of logits is
-    ``-pi_a (m_a - sum_b pi_b m_b) / N`` with the positive advantages m, and the values get none. Open, with
-    ``P = sum of pi_b over the actions with a positive advantage``, the value of an action gets
-    ``-pi_a ([q_a > J] - P) / N``.
+    ``-pi_a (m_a - sum_b pi_b m_b) / N`` with the positive advantages m, and the values get no gradient. Open, with ``P
+    = sum of pi_b over the actions with a positive advantage``, the value of an action gets ``-pi_a ([q_a > J] - P) /
+    N``.
 
     Arguments, result and errors are those of `qpg_loss`.
 

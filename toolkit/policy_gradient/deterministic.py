@@ -1,6 +1,6 @@
-"""Deterministic policies: the critic's slope moves the action, and the action leaves the critic alone.
+"""Deterministic policies: the critic's gradient moves the action, and the policy's loss does not train the critic.
 
-Leading dimensions (*) are batches, D numbers of an action, K critics.
+Leading dimensions (*) are batches, D dimensions of an action, K critics.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ CLIPPED_TARGET = block(
 def held_critic(critic: nn.Module, *inputs: Tensor) -> Tensor:
     """Return ``critic(*inputs)`` with its parameters held constant, while gradients pass to the inputs.
 
-    The loss of DDPG, TD3 and SAC for the policy is ``-held_critic(critic, states, actions).mean()``, in SAC plus the
-    entropy. With the block `CRITIC` in place the policy gets the slope of the critic. Open, the critic gets the
-    gradient of ``-Q`` by its parameters, which raises its values at the actions of the policy. With half of the squared
-    error beside it under one optimiser, its fixed point is 1 too high if it learns from these very actions.
+    The loss of DDPG, TD3 and SAC for the policy is ``-held_critic(critic, states, actions).mean()``, with an entropy
+    term in SAC. With the block `CRITIC` in place the policy gets the gradient of the critic by the action. Open, the
+    critic gets the gradient of ``-Q`` by its parameters, which raises its values at the actions of the policy. If one
+    optimiser also minimises half of the critic's squared error at the same actions, the critic's fixed point is 1 too
+    high.
 
     Args:
         critic: A module.
@@ -71,15 +72,15 @@ def held_critic(critic: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 def dpg_loss(a_t: Tensor, dqda_t: Tensor, dqda_clipping: float | None = None) -> Tensor:
-    r"""Return the loss of a deterministic policy from the slope of a critic, ``(sg(a + dQ/da) - a)^2 / 2``.
+    r"""Return the loss of a deterministic policy from the critic's gradient, ``(sg(a + dQ/da) - a)^2 / 2``.
 
     With the block `ACTION_TARGET` in place the gradient with respect to the action is ``-dQ/da``. Open, it is exactly
-    0, and the slope gets itself as its gradient.
+    0, and `dqda_t` gets itself as its gradient.
 
     Args:
         a_t: (\*, D), actions of the policy.
-        dqda_t: (\*, D), the critic's slope at them.
-        dqda_clipping: Bound of the slope's Euclidean norm. None: no bound.
+        dqda_t: (\*, D), the critic's gradient at these actions.
+        dqda_clipping: Bound of the Euclidean norm of `dqda_t`. None: no bound.
 
     Returns:
         (\*, D), half of the squares, as in rlax; sum them over D for the gradient of the policy.
@@ -115,7 +116,7 @@ def td3_critic_loss(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Tensor)
         q_tm1: (K, \*), values of the action that was taken.
         r_t: (\*).
         discount_t: (\*), 0 where the episode ended.
-        q_t: (J, \*), values in the next state by the target networks, at an action of `smoothed_actions`.
+        q_t: (J, \*), values of the target networks in the next state, at an action from `smoothed_actions`.
 
     Returns:
         A scalar, in squared units of the reward.

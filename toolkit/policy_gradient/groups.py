@@ -1,4 +1,4 @@
-"""Advantages of several samples from one state: each is judged by the others.
+"""Advantages of several samples from one state, relative to the other samples.
 
 Leading dimensions (*) are states, K samples of one group.
 """
@@ -25,10 +25,10 @@ def group_advantages(
     r"""Return rewards minus a baseline of their group, as constants for a policy's loss.
 
     - ``"leave_one_out"`` (RLOO): the mean of the other rewards. The policy gradient is unbiased.
-    - ``"mean"``: the mean of all. A sample's own reward is part of its baseline, so the advantage, and the expected
-      policy gradient, is exactly ``(K - 1) / K`` of the former: 3/4 for four samples.
-    - ``scale="std"`` (GRPO): divided by ``std + epsilon``, the deviation with K - 1 in its denominator. The expected
-      gradient is then not a multiple of that of the expected reward.
+    - ``"mean"``: the mean of all rewards. A sample's own reward is part of its baseline, so the advantage and the
+      expected policy gradient are exactly ``(K - 1) / K`` of those of ``"leave_one_out"``: 3/4 for four samples.
+    - ``scale="std"`` (GRPO): the advantage is divided by ``std + epsilon``, where the standard deviation has K - 1 in
+      its denominator. The expected gradient is then not a multiple of that of the expected reward.
 
     The block `ADVANTAGE` of the loss holds the result constant.
 
@@ -36,13 +36,14 @@ def group_advantages(
         rewards: (\*, K), at least two samples in a group.
         baseline: See above.
         scale: See above.
-        epsilon: Added to the deviation, in the units of the rewards; groups of equal rewards get advantages of 0.
+        epsilon: Added to the standard deviation, in the units of the rewards; groups of equal rewards get advantages of
+            0.
 
     Returns:
         (\*, K).
 
     Raises:
-        ValueError: If `rewards` is not a tensor with groups of at least two, or an argument is none of its choices.
+        ValueError: If `rewards` is not a tensor with groups of at least two, or `baseline` or `scale` is unknown.
 
     References:
         Kool, van Hoof and Welling, "Buy 4 REINFORCE samples, get a baseline for free!", 2019.

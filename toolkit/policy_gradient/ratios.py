@@ -1,4 +1,4 @@
-"""Ratios of a policy to another one: PPO and GRPO, off-policy weights, penalties on the divergence from a reference.
+"""Probability ratios of two policies: PPO and GRPO, off-policy weights, penalties on the divergence from a reference.
 
 Leading dimensions (*) are batches and times, K samples of a group, T tokens of a sample. Log-probabilities are those of
 the action that was taken, in nats. Losses are means.
@@ -64,8 +64,8 @@ def importance_ratios(log_prob_t: Tensor, old_log_prob_t: Tensor | None = None) 
     r"""Return ``pi(a) / sg(pi_old(a)) = exp(log pi - sg(log pi_old))``.
 
     With the block `OLD_POLICY` in place the gradient by ``log pi`` is the ratio. On-policy, ``log pi_old`` is the same
-    tensor, the value is 1 whatever the policy, and with the block open the gradient is exactly 0. A ratio too large for
-    its dtype is near the largest number and has no gradient: clipping an infinite one would give NaN.
+    tensor: the value is 1 for every policy, and with the block open the gradient is exactly 0. A ratio too large for
+    its dtype is set near the largest number, without a gradient: clipping an infinite ratio would give NaN.
 
     Args:
         log_prob_t: (\*).
@@ -99,13 +99,13 @@ def clipped_surrogate_pg_loss(
     r"""Return the loss of PPO, the mean of ``-min(r sg(A), clip(r, 1 - e, 1 + e') sg(A))``.
 
     With the block `ADVANTAGE` in place the ratio's gradient is ``-A / N``, and 0 where the ratio has left the closed
-    interval in the direction of its advantage. Open, the advantage gets ``-r / N``, or minus the clipped ratio where it
-    counts.
+    interval in the direction of its advantage. Open, the advantage gets ``-r / N``, or minus the clipped ratio over N
+    where the minimum takes it.
 
     Args:
         prob_ratios_t: (\*), ratios, as `importance_ratios` returns them.
         adv_t: (\*), advantages.
-        epsilon: e, below 1.
+        epsilon: e, less than 1.
         epsilon_high: e'. None: e.
 
     Returns:
@@ -140,9 +140,9 @@ def grpo_loss(
 ) -> Tensor:
     r"""Return the loss of GRPO: PPO's for each token, plus `beta` times the estimator k3 of the divergence.
 
-    ``-1/K sum_i 1/|o_i| sum_t (min(r_it A_i, clip(r_it) A_i) - beta k3_it)``, each sample with one advantage for all of
-    its tokens. In the first update ``r`` is 1, and with `OLD_POLICY` open its gradient is exactly 0: the policy learns
-    nothing of the reward, and the value of the loss does not show it.
+    ``-1/K sum_i 1/|o_i| sum_t (min(r_it A_i, clip(r_it) A_i) - beta k3_it)``, where a sample has one advantage for all
+    of its tokens. In the first update ``r`` is 1, and with `OLD_POLICY` open its gradient is exactly 0: the policy
+    learns nothing from the reward, and the value of the loss does not show it.
 
     Args:
         log_prob_t: (\*, K, T), log-probabilities of tokens.
@@ -152,8 +152,8 @@ def grpo_loss(
         epsilon: As in `clipped_surrogate_pg_loss`.
         epsilon_high: Likewise.
         beta: Weight of the divergence.
-        mask_t: (\*, K, T), whether a token counts: any number but 0 says so, and is no weight. A sample without tokens
-            counts 0. None: all do.
+        mask_t: (\*, K, T), nonzero for tokens that count, all with the same weight. A sample without tokens counts 0.
+            None: all tokens count.
 
     Returns:
         A scalar; half precision is computed in float32 and rounded once.
@@ -199,10 +199,10 @@ def off_policy_pg_loss(
 ) -> Tensor:
     r"""Return the surrogate for actions of another policy, the mean of ``-sg(min(rho, clip)) log pi(a) sg(A)``.
 
-    ``rho = pi(a) / mu(a)``. With both blocks in place the gradient by ``log pi`` is ``-min(rho, clip) A / N``, the
-    expectation under the behaviour mu being the policy gradient if nothing is clipped. With `IMPORTANCE_WEIGHTS` open
-    and without a clip it is multiplied by ``1 + log pi``: an action less likely than 37 % is pushed in the wrong
-    direction. With `ADVANTAGE` open the advantage gets ``-rho log pi / N``.
+    ``rho = pi(a) / mu(a)``. With both blocks in place the gradient by ``log pi`` is ``-min(rho, clip) A / N``; without
+    clipping its expectation under the behaviour policy mu is the policy gradient. With `IMPORTANCE_WEIGHTS` open and
+    without a clip it is multiplied by ``1 + log pi``: an action less likely than 37 % is pushed in the wrong direction.
+    With `ADVANTAGE` open the advantage gets ``-rho log pi / N``.
 
     Args:
         log_prob_t: (\*), of the policy that learns.
@@ -238,10 +238,10 @@ def off_policy_pg_loss(
 
 
 def kl_penalty(log_prob_t: Tensor, reference_log_prob_t: Tensor, kind: Estimator = "k3") -> Tensor:
-    r"""Return an estimate of ``KL(pi || ref)`` from each action that was drawn from pi, in nats.
+    r"""Return an estimate of ``KL(pi || ref)`` from each action drawn from pi, in nats.
 
-    With ``x = log ref - log pi``: k1 is ``-x``, k2 is ``x^2 / 2``, k3 is ``exp(x) - 1 - x``. As estimates k1 and k3
-    have no bias. As losses they have other gradients, and `reverse_kl_loss` is the right one:
+    With ``x = log ref - log pi``: k1 is ``-x``, k2 is ``x^2 / 2``, k3 is ``exp(x) - 1 - x``. As estimates k1 and k3 are
+    unbiased. As losses the three have different gradients; `reverse_kl_loss` has the right one:
 
     - k1: ``grad log pi``, whose expectation is 0, so it is noise alone;
     - k2: ``-x grad log pi``, whose expectation is the gradient of ``KL(pi || ref)``;
@@ -258,7 +258,7 @@ def kl_penalty(log_prob_t: Tensor, reference_log_prob_t: Tensor, kind: Estimator
         (\*).
 
     Raises:
-        ValueError: If shapes differ or `kind` is none of the three.
+        ValueError: If shapes differ or `kind` is unknown.
 
     References:
         Schulman, "Approximating KL divergence", 2020.
@@ -279,8 +279,8 @@ def reverse_kl_loss(log_prob_t: Tensor, reference_log_prob_t: Tensor) -> Tensor:
     r"""Return a surrogate for ``KL(pi || ref)``, the mean of ``sg(log pi - log ref) log pi`` over actions of pi.
 
     With the block `LOG_RATIO` in place the gradient by ``log pi`` is ``(log pi - log ref) / N``, whose expectation is
-    the gradient of ``KL(pi || ref)``, the same as of k2 in `kl_penalty`. Open, it has ``log pi / N`` in addition, so
-    the entropy is counted twice, and ``log ref`` gets ``-log pi / N``. The value is not the divergence.
+    the gradient of ``KL(pi || ref)``, the same as of k2 in `kl_penalty`. Open, ``log pi / N`` is added, so the entropy
+    is counted twice, and ``log ref`` gets ``-log pi / N``. The value is not the divergence.
 
     Args:
         log_prob_t: (\*).

@@ -1,7 +1,7 @@
 """REINFORCE with a baseline, and actor-critic: the score of sampled actions, weighted by a constant advantage.
 
-Leading dimensions (*) are batches and times, A actions, D numbers of a continuous action. Time indices as in rlax:
-logits, actions, advantages and values of one time have one index. Losses are means over all leading dimensions.
+Leading dimensions (*) are batches and times, A actions, D dimensions of a continuous action. Time indices as in rlax:
+logits, actions, advantages and values of one time have the same index. Losses are means over all leading dimensions.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NO_ACTION = -(2**62)
 def policy_gradient_loss(logits_t: Tensor, a_t: Tensor, adv_t: Tensor, w_t: Tensor | None = None) -> Tensor:
     r"""Return the surrogate of REINFORCE, the mean of ``-w log pi(a) sg(A)``.
 
-    With the block `ADVANTAGE` in place the logits' gradient is ``w A (pi - onehot(a)) / N``, and A gets none. Open, A
-    gets ``-w log pi(a) / N`` as well, which raises the advantage of every action.
+    With the block `ADVANTAGE` in place the logits' gradient is ``w A (pi - onehot(a)) / N``, and A gets no gradient.
+    Open, A gets ``-w log pi(a) / N`` as well, which raises the advantage of every action.
 
     Args:
         logits_t: (\*, A), unnormalised log-probabilities.
         a_t: (\*), integers, the sampled actions.
         adv_t: (\*), advantages, or returns without a baseline.
-        w_t: (\*), a weight for each of them. None: 1.
+        w_t: (\*), a weight for each action. None: 1.
 
     Returns:
         A scalar, in nats times the units of the reward.
@@ -86,7 +86,7 @@ def actor_critic_loss(logits_t: Tensor, a_t: Tensor, v_t: Tensor, g_t: Tensor, *
     ``E[G] + H(pi) / c``: it overestimates every state by the policy's entropy. With `VALUE_TARGET` open the critic's
     square also moves the return towards the value.
 
-    With parameters shared by both, the blocked field is the gradient of no loss.
+    If actor and critic share parameters, the blocked gradient is not the gradient of any loss.
 
     Args:
         logits_t: (\*, A).

@@ -1,6 +1,6 @@
-"""The three losses of soft actor-critic: each of them moves one part, and meets the other two.
+"""The three losses of soft actor-critic: each trains one part and uses the other two.
 
-Leading dimensions (*) are batches, D numbers of an action. Entropies and log-probabilities are in nats, and the
+Leading dimensions (*) are batches, D dimensions of an action. Entropies and log-probabilities are in nats, and the
 temperature alpha in units of the reward per nat.
 """
 
@@ -47,8 +47,8 @@ def sac_actor_loss(log_alpha: Tensor, log_prob_t: Tensor, q_t: Tensor) -> Tensor
     r"""Return the actor's loss, the mean of ``sg(alpha) log pi(a) - Q(a)``, with a reparameterised action a.
 
     Hold the critic's parameters by `held_critic`. With the block `TEMPERATURE` in place the gradient by ``log pi`` is
-    ``alpha / N``. Open, and with the three losses summed, ``log alpha`` gets ``alpha E[log pi]`` as well, the total
-    being ``-alpha H`` whatever the policy: for a negative wanted entropy H, alpha falls to 0.
+    ``alpha / N``. Open, and with the three losses summed, ``log alpha`` gets ``alpha E[log pi]`` as well; the total is
+    then ``-alpha H`` for every policy: for a negative target entropy H, alpha falls to 0.
 
     Args:
         log_alpha: A tensor without dimensions.
@@ -87,8 +87,8 @@ def sac_critic_loss(
         q_tm1: (\*), the critic's value of the action that was taken.
         r_t: (\*).
         discount_t: (\*), 0 where the episode ended.
-        q_t: (\*), the value of an action of the policy in the next state, by the target network, the smaller one of
-            two critics.
+        q_t: (\*), the target network's value of an action of the policy in the next state, the smaller one of two
+            critics.
         log_prob_t: (\*), of that action.
         log_alpha: A tensor without dimensions.
 
@@ -130,8 +130,8 @@ def sac_temperature_loss(
         log_alpha: A tensor without dimensions.
         log_prob_t: (\*).
         target_entropy: H, in nats.
-        multiplier: ``"alpha"``, as in the paper, or ``"log_alpha"``, as in many programs: the gradient of
-            ``log alpha`` is divided by alpha.
+        multiplier: ``"alpha"``, as in the paper, or ``"log_alpha"``, as in many implementations: the gradient of ``log
+            alpha`` is divided by alpha.
 
     Returns:
         A scalar.

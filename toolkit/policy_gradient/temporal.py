@@ -2,8 +2,8 @@
 
 Leading dimensions (*) are batches, T times, the last dimension. As in rlax, ``v_tm1[t]`` is the value of the state in
 which an action is taken, and ``r_t[t]``, ``discount_t[t]`` and ``v_t[t]`` are the reward, the discount and the value
-after it. The discount is 0 where the episode ended, and stays where it was only cut off. Half precision is
-computed in float32 and rounded once.
+after it. The discount is 0 where the episode ended, but not where it was truncated. Half precision is computed in
+float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def truncated_generalized_advantage_estimation(
 ) -> Tensor:
     r"""Return ``A_t = d_t + discount_t lambda_t A_{t+1}`` with the TD errors ``d_t = r_t + discount_t v_{t+1} - v_t``.
 
-    With the block `ADVANTAGE` in place it is a constant. Open, a weight w on the advantages gives the values ``-w_t``
-    plus decayed weights of earlier times.
+    With the block `ADVANTAGE` in place the result is a constant. Open, a cotangent w of the advantages gives the values
+    ``-w_t`` plus decayed cotangents of earlier times.
 
     Args:
         r_t: (\*, T), rewards.
@@ -87,7 +87,7 @@ def gae_value_loss(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, val
     r"""Return the critic's loss that goes with generalised advantages, the mean of ``(sg(A_t + v_t) - v_t)^2 / 2``.
 
     ``A_t + v_t`` is the lambda-return, so this is TD(lambda). With the block `VALUE_TARGET` in place the gradient by a
-    value is ``-A_t / N``. Open, it is that of the mean of ``A_t^2 / 2``: later values move away from the earlier.
+    value is ``-A_t / N``. Open, it is that of the mean of ``A_t^2 / 2``: later values move away from earlier values.
 
     Args:
         r_t: (\*, T).
@@ -129,8 +129,8 @@ def vtrace(
 
     ``target_t = v_tm1 + e_t`` with
     ``e_t = min(clip, rho_t) (r_t + discount_t v_t - v_tm1) + discount_t lambda_t min(1, rho_t) e_{t+1}``.
-    With the block `VTRACE_TARGET` in place half of the squared errors has the gradient ``-e`` by `v_tm1`. Open, values
-    and importance weights up to their bounds move inside of the target as well.
+    With the block `VTRACE_TARGET` in place half of the squared errors has the gradient ``-e`` by `v_tm1`. Open, the
+    target also has a gradient by the values and by importance weights below their bounds.
 
     Args:
         v_tm1: (\*, T).
@@ -176,12 +176,12 @@ def vtrace_td_error_and_advantage(
 ) -> VTraceOutput:
     r"""Return the errors of `vtrace`, and the advantages of its policy gradient.
 
-    ``q_t = r_t + discount_t (lambda_t target_{t+1} + (1 - lambda_t) v_t)``, in the last step with v_t alone, and
+    ``q_t = r_t + discount_t (lambda_t target_{t+1} + (1 - lambda_t) v_t)``, with v_t alone in the last step, and
     ``pg_advantage_t = min(clip_pg, rho_t) (q_t - v_tm1)``. The block `ADVANTAGE` holds both constant. In rlax they keep
-    the gradient of values and weights: open the block to have it.
+    the gradient by values and weights; open the block for this.
 
     Args:
-        v_tm1: As in `vtrace`, and so are the other arguments.
+        v_tm1: As in `vtrace`, like all arguments below.
         v_t: (\*, T).
         r_t: (\*, T).
         discount_t: (\*, T).

@@ -1,7 +1,7 @@
-"""Temporal-difference learning of values: targets that are labels, and the residual gradient with their blocks open.
+"""Temporal-difference learning of values: targets held constant as labels, and the residual gradient with blocks open.
 
-The functions have the names and arguments of rlax, and take batches. As there, some return temporal-difference errors,
-whose loss is half of the square, and the others losses, one for each sample.
+The functions have the names and arguments of rlax, and take batches. As in rlax, some return temporal-difference
+errors, whose loss is half of the square, and the others return one loss per sample.
 """
 
 from toolkit.value_learning.distributional import (

@@ -1,8 +1,8 @@
 r"""Distributions of returns: categorical on fixed atoms (C51), and quantiles (QR-DQN).
 
-The label is the whole distribution of :math:`r_t + \gamma_t Z_t`. With its block open the distribution after the step
-may become simpler, so that the one before it is easier to predict: in a cross entropy the cheapest label is a single
-atom, and quantiles that lie on one point are the cheapest to match. The distributions collapse.
+The label is the whole distribution of :math:`r_t + \gamma_t Z_t`. With its block open the loss also makes the label
+easier to predict: for a cross entropy the cheapest label is a single atom, for quantiles a single point. The
+distributions collapse.
 
 ``*`` the dimensions of the batch, A actions, K atoms, N quantiles; time t-1 is ``tm1``. A ``discount_t`` is 0 at the
 end of an episode. Half precision is computed in float32 and rounded once.
@@ -50,19 +50,19 @@ def categorical_l2_project(z_p: Tensor, probs: Tensor, z_q: Tensor) -> Tensor:
     r"""Project a distribution from the atoms `z_p` onto the atoms `z_q`: each mass goes to its two neighbours.
 
     An atom between :math:`z_k` and :math:`z_{k+1}` gives :math:`z_{k+1}` the share :math:`(z - z_k) / (z_{k+1} - z_k)`
-    of its mass, and an atom outside gives all of it to the end. No mass is lost, and inside of the range the mean is
-    unchanged.
+    of its mass and :math:`z_k` the rest; an atom outside of the range gives all of its mass to the nearer end. No mass
+    is lost, and inside of the range the mean is unchanged.
 
     Args:
         z_p: (\*, J).
         probs: (\*, J).
-        z_q: (K,), K at least 2, increasing; they may be unevenly spaced.
+        z_q: (K,), K at least 2, increasing, not necessarily evenly spaced.
 
     Returns:
         (\*, K), with NaN if `z_q` is not increasing.
 
     Raises:
-        ValueError: If an argument is not a floating-point tensor, shapes differ, or `z_q` has not two atoms.
+        ValueError: If an argument is not a floating-point tensor, shapes differ, or `z_q` has fewer than two atoms.
 
     References:
         Bellemare, Dabney and Munos, 2017, algorithm 1.
@@ -89,10 +89,10 @@ def categorical_td_learning(
 ) -> Tensor:
     r"""Return the cross entropy of a categorical value with its projected label, in nats.
 
-    :math:`-\sum_k \operatorname{sg}(m_k) \log p_k`, with m the projection of the return :math:`r_t + \gamma_t z` that
-    has the probabilities :math:`p'` of the next state. With `CATEGORICAL_TARGET` in place the gradient with respect to
-    the logits is :math:`p - m`. Open, the next logits get :math:`p'_j (c_j - \sum_i p'_i c_i)`, where :math:`c_j` is
-    the cross entropy of atom j alone: mass moves to the atom that is the easiest to predict.
+    :math:`-\sum_k \operatorname{sg}(m_k) \log p_k`, with m the projection of the returns :math:`r_t + \gamma_t z`,
+    which have the probabilities :math:`p'` of the next state. With `CATEGORICAL_TARGET` in place the gradient with
+    respect to the logits is :math:`p - m`. Open, the next logits get :math:`p'_j (c_j - \sum_i p'_i c_i)`, where
+    :math:`c_j` is the cross entropy of atom j alone: mass moves to the atom that is easiest to predict.
 
     Args:
         v_atoms_tm1: Atoms of the value before the step, (K,), increasing.
@@ -138,7 +138,7 @@ def categorical_q_learning(
 ) -> Tensor:
     r"""Return the loss of C51: `categorical_td_learning` towards the next action with the highest mean.
 
-    With `CATEGORICAL_TARGET` open the logits of that next action get the whole leak, those of the others none.
+    With `CATEGORICAL_TARGET` open the leak goes to the logits of that next action alone.
 
     Args:
         q_atoms_tm1: Atoms of the values before the step, (K,), increasing.
@@ -183,11 +183,11 @@ def categorical_double_q_learning(
 ) -> Tensor:
     r"""Return the loss of `categorical_q_learning` with the next action chosen by other values.
 
-    These are the online network's means in the usual form. With `CATEGORICAL_TARGET` open the leak goes to
-    `q_logits_t`. The selector gets no gradient in both cases.
+    The selector is usually the online network's means. With `CATEGORICAL_TARGET` open the leak goes to `q_logits_t`.
+    The selector gets no gradient in either case.
 
     Args:
-        q_atoms_tm1: As in `categorical_q_learning`, and so are the other arguments.
+        q_atoms_tm1: As in `categorical_q_learning`, like all arguments below.
         q_logits_tm1: (\*, A, K).
         a_tm1: (\*).
         r_t: (\*).
@@ -227,7 +227,7 @@ def categorical_double_q_learning(
 
 
 def quantile_regression_loss(dist_src: Tensor, tau_src: Tensor, dist_target: Tensor, *, huber_param: float) -> Tensor:
-    r"""Return the quantile Huber loss of some quantiles with samples as targets.
+    r"""Return the quantile Huber loss of quantiles, with samples as targets.
 
     .. math:: \sum_i \frac1M \sum_j |\tau_i - 1[u_{ij} < 0]| \, L_\kappa(u_{ij}), \qquad u_{ij} = y_j - \theta_i
 
@@ -241,7 +241,7 @@ def quantile_regression_loss(dist_src: Tensor, tau_src: Tensor, dist_target: Ten
         huber_param: :math:`\kappa`, not negative, in units of the return.
 
     Returns:
-        (\*), in units of the return, for :math:`\kappa > 0` in their squares.
+        (\*), in units of the return; squared units for :math:`\kappa > 0`.
 
     Raises:
         ValueError: If an argument is not a floating-point tensor, a shape does not fit, or `huber_param` is negative.
@@ -282,9 +282,9 @@ def quantile_q_learning(
 ) -> Tensor:
     r"""Return the loss of QR-DQN, `quantile_regression_loss` with the labels :math:`r_t + \gamma_t \theta'`.
 
-    :math:`\theta'` are those of the next action whose mean is the highest by `dist_q_t_selector`. With
-    `QUANTILE_TARGET` open each of them gets
-    :math:`\frac{\gamma_t}{M} \sum_i |\tau_i - 1[u_{ij} < 0]| \, L_\kappa'(u_{ij})`: label and prediction meet halfway.
+    :math:`\theta'` are the quantiles of the next action, the one with the highest mean by `dist_q_t_selector`. With
+    `QUANTILE_TARGET` open each of these quantiles gets :math:`\frac{\gamma_t}{M} \sum_i |\tau_i - 1[u_{ij} < 0]| \,
+    L_\kappa'(u_{ij})`: label and prediction meet halfway.
 
     Args:
         dist_q_tm1: Quantiles before the step, (\*, N, A).

@@ -6,7 +6,7 @@ the linear case :math:`v = \theta^\top \phi` and :math:`h = w^\top \phi`.
 
 GTD2 is the saddle point of :math:`\rho \delta h - h^2 / 2`: h ascends and v descends. So the loss of v and the loss of
 h are the same product with opposite signs, and only blocks keep them apart. With `ESTIMATED_ERROR` open the gradients
-of v in both losses cancel exactly, and nothing is learned. With `GTD2_ESTIMATE` open the same happens to h.
+of v in both losses cancel exactly, and v does not learn. With `GTD2_ESTIMATE` open the gradients of h cancel likewise.
 
 ``*`` the dimensions of the batch; time t-1 is ``tm1``. A ``discount_t`` is 0 at the end of an episode.
 
@@ -71,7 +71,7 @@ def gtd2_loss(
         rho_tm1: Ratios of the probabilities of the action, target policy over behaviour, (\*). None: 1, on-policy.
 
     Returns:
-        (\*), in squared units of the reward; its value says nothing about progress.
+        (\*), in squared units of the reward; its value does not show progress.
 
     Raises:
         ValueError: If an argument is not a floating-point tensor, or has another shape than `v_tm1`.

@@ -1,8 +1,8 @@
-r"""Returns of several steps that end in a value: n-step returns, lambda-returns and TD(lambda).
+r"""Bootstrapped returns of several steps: n-step returns, lambda-returns and TD(lambda).
 
 Time is the last dimension. The value before step t predicts the return from step t on. A sequence ends with a value,
-``v_t[..., -1]``: windows that reach beyond the end are cut there. With ``discount_t = 0`` at the end of an episode no
-value enters, and a window that ends there holds rewards alone.
+``v_t[..., -1]``, at which longer windows are cut. With ``discount_t = 0`` at the end of an episode, a window that
+reaches the end has rewards alone, and no value.
 
 ``*`` the dimensions of the batch, T steps. Half precision is computed in float32 and rounded once.
 
@@ -80,9 +80,8 @@ def lambda_returns(r_t: Tensor, discount_t: Tensor, v_t: Tensor, lambda_: Tensor
     The last return ends with its value, :math:`G_T = r_T + \gamma_T v_T`.
 
     With `LAMBDA_RETURNS` open :math:`\partial G_t / \partial v_k` is
-    :math:`\gamma_t \lambda \cdots \gamma_{k-1} \lambda \, \gamma_k (1 - \lambda)`, and without its last factor at the
-    end of the sequence. So with lambda 1 and an episode that ends, the block is redundant: no value is left in the
-    label.
+    :math:`\gamma_t \lambda \cdots \gamma_{k-1} \lambda \, \gamma_k (1 - \lambda)`, without the last factor at the end
+    of the sequence. So with lambda 1 and an episode that ends, the block is redundant: the label contains no value.
 
     Args:
         r_t: Rewards, (\*, T).
@@ -125,7 +124,7 @@ def td_lambda(v_tm1: Tensor, r_t: Tensor, discount_t: Tensor, v_t: Tensor, lambd
     r"""Return the errors of TD(lambda) in the forward view, :math:`\operatorname{sg}(G_t) - v_{t-1}`.
 
     G are the `lambda_returns`. Their sum of squares, halved, is also the value loss with generalised advantages as
-    targets. With `LAMBDA_RETURNS` open each value gets, from every earlier error, its derivative in that return.
+    targets. With `LAMBDA_RETURNS` open each value also gets a gradient from every earlier error, through its return.
 
     Args:
         v_tm1: Values before each step, (\*, T).

@@ -2,9 +2,9 @@ r"""Temporal-difference errors of one step: TD(0), Sarsa, expected Sarsa, Q-lear
 
 Each function returns the error :math:`\delta = \operatorname{sg}(y) - x` of a prediction x and its target y. Half of
 its square is the loss. With the block of the target in place the gradient of that loss is :math:`-\delta \nabla x`: one
-step of regression onto a label that happens to be computed from the same values. In general it is the gradient of no
-function. With the block open it is :math:`\delta (\nabla y - \nabla x)`, the residual gradient of Baird (1995). That is
-the gradient of the mean squared error of the samples, whose minimum is another one unless the next state is certain.
+step of regression onto a label that is computed from the same values. In general it is not the gradient of any
+function. With the block open it is :math:`\delta (\nabla y - \nabla x)`, the residual gradient of Baird (1995). This is
+the gradient of the mean squared error of the samples, which has another minimum unless transitions are deterministic.
 
 ``*`` the dimensions of the batch, A actions; time t-1 is ``tm1``. A ``discount_t`` is 0 at the end of an episode. The
 value of an illegal action may be ``-inf``: times a discount or a probability of 0 it counts as 0.
@@ -175,9 +175,9 @@ def q_learning(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_
 
     :math:`\delta = \operatorname{sg}(r_t + \gamma_t \max_a q_t[a]) - q_{t-1}[a_{t-1}]`.
 
-    DQN is this error with `q_t` from a target network (`toolkit.value_learning.incremental_update`). That network has
-    parameters of its own, which no optimiser updates: the block is then redundant for the network that learns, and
-    only saves the backward pass through the other.
+    DQN is this error with `q_t` from a target network (`toolkit.value_learning.incremental_update`). The target network
+    has its own parameters, which no optimiser updates: the block is then redundant for the network that learns, and
+    only saves the backward pass through the target network.
 
     With `Q_TARGET` open the gradient of :math:`\delta^2 / 2` has the additional term :math:`\delta \gamma_t` at the
     best next action, shared evenly between ties.
@@ -211,11 +211,11 @@ def q_learning(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_
 def double_q_learning(
     q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t_value: Tensor, q_t_selector: Tensor
 ) -> Tensor:
-    r"""Return the error of double Q-learning: one network chooses the next action, another one says its value.
+    r"""Return the error of double Q-learning: one network chooses the next action, another network evaluates it.
 
     :math:`\delta = \operatorname{sg}(r_t + \gamma_t q_t^{value}[a^*]) - q_{t-1}[a_{t-1}]` with :math:`a^*` the best
     action by the selector. With `DOUBLE_Q_TARGET` open the gradient of :math:`\delta^2 / 2` has the additional term
-    :math:`\delta \gamma_t` at the chosen action of `q_t_value`. The selector gets none in both cases.
+    :math:`\delta \gamma_t` at the chosen action of `q_t_value`. The selector gets no gradient in either case.
 
     Args:
         q_tm1: Values of the actions before the step, (\*, A).

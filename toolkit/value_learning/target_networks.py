@@ -1,8 +1,8 @@
-r"""Target networks: a second set of parameters that follows the first one and never learns by itself.
+r"""Target networks: a second set of parameters that follows the online parameters and is not trained itself.
 
 With a target network the label of a temporal-difference error has its own parameters. No optimiser updates them, so the
-block of the target is redundant for the network that learns. The block that matters is the one on the copy: a copy that
-keeps its graph is a function of the online parameters, and part of the residual gradient returns.
+block of the target is redundant for the network that learns. The block on the copy matters: a copy with its graph is a
+function of the online parameters, which brings back a part of the residual gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def incremental_update(
     Args:
         new_tensors: Name -> online parameter or buffer, for example ``dict(network.named_parameters())``.
         old_tensors: Name -> target parameter or buffer, of the same shape and dtype.
-        step_size: :math:`\tau`, from 0 to 1; 1 copies. Tensors of integers, counters of batches say, are copied.
+        step_size: :math:`\tau`, from 0 to 1; 1 copies. Integer tensors, such as batch counters, are copied.
 
     Returns:
         Name -> tensor.

@@ -2,8 +2,8 @@ r"""Entropic optimal transport whose dual potentials are held constant.
 
 The potentials are optimal, so the derivative of the dual value through them is zero (envelope theorem), and the block
 saves the backward pass through all iterations. That holds for first derivatives at convergence. After few iterations
-the blocked gradient has an error of first order in the error of the potentials, the open one of second order. Second
-derivatives are wrong with the block at any number of iterations: the potentials move with the points.
+the error of the blocked gradient is of first order in the error of the potentials, that of the open gradient of second
+order. Second derivatives are wrong with the block at any number of iterations: the potentials move with the points.
 
 N and M points of weight a and b; ``*`` leading dimensions.
 """
