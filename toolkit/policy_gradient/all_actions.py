@@ -102,9 +102,9 @@ def rm_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
     r"""Return the loss of the regret-matching policy gradient, the mean of ``-sum_a pi_a sg(max(q_a - J, 0))``.
 
     J is ``sum_b pi_b q_b``. With the block `ADVANTAGE` in place the gradient with respect to a row of logits is
-    ``-pi_a (m_a - sum_b pi_b m_b) / N`` with the positive advantages m, and the values get no gradient. Open, with ``P
-    = sum of pi_b over the actions with a positive advantage``, the value of an action gets ``-pi_a ([q_a > J] - P) /
-    N``.
+    ``-pi_a (m_a - sum_b pi_b m_b) / N`` with the positive advantages m, and the values get no gradient. Open, with
+    ``P = sum of pi_b over the actions with a positive advantage``, the value of an action gets
+    ``-pi_a ([q_a > J] - P) / N``.
 
     Arguments, result and errors are those of `qpg_loss`.
 

@@ -130,8 +130,8 @@ def sac_temperature_loss(
         log_alpha: A tensor without dimensions.
         log_prob_t: (\*).
         target_entropy: H, in nats.
-        multiplier: ``"alpha"``, as in the paper, or ``"log_alpha"``, as in many implementations: the gradient of ``log
-            alpha`` is divided by alpha.
+        multiplier: ``"alpha"``, as in the paper, or ``"log_alpha"``, as in many implementations: the gradient of
+            ``log alpha`` is divided by alpha.
 
     Returns:
         A scalar.

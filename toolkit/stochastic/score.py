@@ -183,9 +183,9 @@ def dice_loss(log_probs: Tensor, costs: Tensor, *, baselines: Tensor | None = No
     r"""Return :math:`\sum_t box(\sum_{s \leq t} \log q_s) c_t + \sum_t (1 - box(\log q_t)) b_t`, to be minimised.
 
     Its value is the mean over ``*`` of the summed costs. Each of its derivatives, of any order, is an unbiased estimate
-    of that of the expected cost, if each baseline depends only on earlier draws. A surrogate of the form ``sg(c) * log
-    q`` is right at the first order only. With the block open the gradient is that of the costs' own dependence on the
-    parameters.
+    of that of the expected cost, if each baseline depends only on earlier draws. A surrogate of the form
+    ``sg(c) * log q`` is right at the first order only. With the block open the gradient is that of the costs' own
+    dependence on the parameters.
 
     Args:
         log_probs: Log-probability in nats of each draw, (T, \*).

@@ -283,8 +283,8 @@ def quantile_q_learning(
     r"""Return the loss of QR-DQN, `quantile_regression_loss` with the labels :math:`r_t + \gamma_t \theta'`.
 
     :math:`\theta'` are the quantiles of the next action, the one with the highest mean by `dist_q_t_selector`. With
-    `QUANTILE_TARGET` open each of these quantiles gets :math:`\frac{\gamma_t}{M} \sum_i |\tau_i - 1[u_{ij} < 0]| \,
-    L_\kappa'(u_{ij})`: label and prediction meet halfway.
+    `QUANTILE_TARGET` open each of these quantiles gets
+    :math:`\frac{\gamma_t}{M} \sum_i |\tau_i - 1[u_{ij} < 0]| \, L_\kappa'(u_{ij})`: label and prediction meet halfway.
 
     Args:
         dist_q_tm1: Quantiles before the step, (\*, N, A).

@@ -42,8 +42,8 @@ def consistency_loss(
     r"""Return :math:`\|f(x + t z, t) - \mathrm{sg}\, f(x + s z, s)\|^2` for every image, noise z, levels s < t.
 
     With the block `CONSISTENCY_TARGET` in place and :math:`\Delta` the difference, the gradient is
-    :math:`2 \Delta\, \partial f(x + t z, t)`, a semi-gradient, not the gradient of any loss. Opened, it is :math:`2
-    \Delta\, (\partial f(x + t z, t) - \partial f(x + s z, s))`.
+    :math:`2 \Delta\, \partial f(x + t z, t)`, a semi-gradient, not the gradient of any loss. Opened, it is
+    :math:`2 \Delta\, (\partial f(x + t z, t) - \partial f(x + s z, s))`.
 
     Args:
         model: Noisy images (N, ...) and their levels (N,) to predicted images (N, ...); `consistency_function` makes

@@ -212,10 +212,10 @@ def ema_normalize(input: Tensor, scale: Tensor, *, decay: float) -> tuple[Tensor
 def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps: float = 1e-6) -> Tensor:
     r"""Give each image a mixture of its own style and that of another image: :math:`\hat x \sigma_{mix} + \mu_{mix}`.
 
-    :math:`\mu` and :math:`\sigma` are mean and standard deviation of each channel of each image, :math:`\hat x = (x -
-    \mu) / \sigma`, :math:`\sigma_{mix} = \lambda \sigma + (1 - \lambda) \sigma_\pi`, and :math:`\mu_{mix}` likewise.
-    With the block `STYLE` in place the gradient for a cotangent c is :math:`c\, \sigma_{mix} / \sigma`. Opened, that of
-    the statistics is added.
+    :math:`\mu` and :math:`\sigma` are mean and standard deviation of each channel of each image,
+    :math:`\hat x = (x - \mu) / \sigma`, :math:`\sigma_{mix} = \lambda \sigma + (1 - \lambda) \sigma_\pi`, and
+    :math:`\mu_{mix}` likewise. With the block `STYLE` in place the gradient for a cotangent c is
+    :math:`c\, \sigma_{mix} / \sigma`. Opened, that of the statistics is added.
 
     Args:
         input: x, (N, C, \*), with at least two entries in each channel.

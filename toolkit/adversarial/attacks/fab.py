@@ -38,10 +38,10 @@ def fab(
     r"""Move along the boundary towards its point nearest to the input: the fast adaptive boundary attack.
 
     At :math:`x_t` the boundary to a class is linearised. Two displacements onto this hyperplane are the shortest in the
-    norm that stay in the box: d from :math:`x_t` and c from the clean input. The step goes to :math:`(1 - \alpha)(x_t +
-    \eta d) + \alpha (x + \eta c)` with :math:`\alpha = |d| / (|d| + |c|)`, at most `pull`, and the `extrapolation` eta.
-    An adversarial point is a candidate, and the next step starts between it and the clean input (`retreat`). The
-    projections are exact, without bisection.
+    norm that stay in the box: d from :math:`x_t` and c from the clean input. The step goes to
+    :math:`(1 - \alpha)(x_t + \eta d) + \alpha (x + \eta c)` with :math:`\alpha = |d| / (|d| + |c|)`, at most `pull`,
+    and the `extrapolation` eta. An adversarial point is a candidate, and the next step starts between it and the clean
+    input (`retreat`). The projections are exact, without bisection.
 
     Each other class is attacked separately, as in the targeted version that the authors recommend, with one backward
     pass per class and step. After each restart the nearest examples are moved onto the boundary as in `deepfool`; for a

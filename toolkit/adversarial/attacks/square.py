@@ -41,9 +41,9 @@ def square(
 
     In Linf every pixel of a square is set to the same corner of the ball, drawn for each channel; the start is stripes
     one pixel wide. In L2 and L1 the perturbation is a grid of bumps at first, which fall off from their centres; a step
-    moves the length inside of one random window to another window, as a new bump. A change is kept if it lowers ``z_y -
-    max_{j != y} z_j`` (with targets: if it raises the target's lead). The windows cover `proportion` of the image at
-    first, and less and less of it. A sample is dropped from the batch as soon as it is adversarial.
+    moves the length inside of one random window to another window, as a new bump. A change is kept if it lowers
+    ``z_y - max_{j != y} z_j`` (with targets: if it raises the target's lead). The windows cover `proportion` of the
+    image at first, and less and less of it. A sample is dropped from the batch as soon as it is adversarial.
 
     Inputs (N, C, H, W) are images; (N, D) is an image of one channel if D is a square number, else a row of D pixels
     whose squares are segments; (N, C, L) is such a row with C channels. Inputs of any other shape are taken as one row.

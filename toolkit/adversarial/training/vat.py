@@ -176,9 +176,9 @@ def virtual_example(
 ) -> Tensor:
     """Return `x`, moved by epsilon in the virtual adversarial direction and kept inside of ball and box.
 
-    In L2 the displacement is the maximum of the quadratic form, if the box does not interfere. In Linf it is ``epsilon
-    * sign(r)`` and in L1 the largest components of r, as in the steps of other attacks: the exact maximum is hard to
-    find there.
+    In L2 the displacement is the maximum of the quadratic form, if the box does not interfere. In Linf it is
+    ``epsilon * sign(r)`` and in L1 the largest components of r, as in the steps of other attacks: the exact maximum is
+    hard to find there.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).

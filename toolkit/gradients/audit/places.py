@@ -110,7 +110,7 @@ class BareBlocks:
 
     @contextmanager
     def copied(self, state: Iterable[Tensor]) -> Iterator[None]:
-        """Treat tensors as the program's state, of which they are copies."""
+        """Treat these tensors as copies that stand for the program's state."""
         outer = self._copies
         self._copies = {tensor.untyped_storage()._cdata for tensor in state if has_storage(tensor)}
         try:
