@@ -1,7 +1,7 @@
 """Starts of mixtures by agglomeration: Ward's trees of the samples, cut into K clusters.
 
-Where clusters are far from round, the best partition depends on the metric. So there are three trees: of the features
-as they are, of each in units of its standard deviation, and of the whitened data, in which all directions are alike.
+Where clusters are far from round, the best partition depends on the metric. So there are three trees: of the raw
+features, of the standardised features, and of the whitened data.
 
 N samples, D features, K components.
 """
@@ -45,7 +45,7 @@ class Agglomeration:
     @classmethod
     @no_graph()
     def of(cls, x: Tensor, generator: torch.Generator | None) -> Agglomeration:
-        """Grow the trees of samples (N, D); of too many samples a random subset is taken.
+        """Build the trees of samples (N, D), or of a random subset if there are too many.
 
         Raises:
             ValueError: If the values are so large that their covariance is infinite.

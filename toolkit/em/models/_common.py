@@ -58,13 +58,13 @@ def is_wrapped(*values: Tensor) -> bool:
 
 
 def check_shape(x: Tensor, n_features: int) -> None:
-    """Raise a ValueError unless the samples have so many features; one feature would broadcast."""
+    """Raise a ValueError unless the samples have this number of features; a single feature would broadcast."""
     if x.ndim != 2 or x.shape[1] != n_features:
         raise ValueError(f"`x` should have shape (N, {n_features}). Found {tuple(x.shape)}.")
 
 
 def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = None) -> int:
-    """Return `n_components` as Python's integer; raise unless `x` (N, D) can be split into so many components."""
+    """Return `n_components` as a Python integer; raise unless `x` (N, D) can be split into that many components."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
     if x.is_complex():
@@ -131,7 +131,7 @@ def log_weights_of(values: Mapping[str, Tensor]) -> Tensor:
 
 
 def centres(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the means of the samples (N, D) weighted by (N, K); an empty component gets the mean of all."""
+    """Return the means of the samples (N, D) weighted by (N, K); an empty component gets the mean of all samples."""
     counts = weights.sum(0)[:, None]
     centre = x.mean(0)
     return centre + weights.mT @ (x - centre) / torch.where(counts > 0, counts, 1.0)

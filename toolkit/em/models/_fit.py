@@ -21,7 +21,7 @@ __all__ = ["Kind", "fit_family"]
 
 
 class Kind(Family, Protocol):
-    """A family with a start of its own and a check of the samples."""
+    """A family that chooses a start and checks the samples."""
 
     @classmethod
     def start(cls, x: Tensor, n_components: int, **options: Any) -> Self:
@@ -49,14 +49,14 @@ def fit_family(
     callback: Callable[[int, float], None] | None = None,
     **options: Any,
 ) -> Climb[F]:
-    """Maximise the likelihood of a mixture from starts of its own, or the posterior density if it has a prior.
+    """Maximise the likelihood of a mixture, or its posterior density if the family has a prior.
 
     Args:
         family: `BernoulliMixture`, `PoissonMixture`, `CategoricalMixture`, `StudentMixture`, `FactorAnalysers`,
             `DistributionMixture`, or another class with the same methods.
         x: (N, D).
         n_components: K, at most N.
-        n_init: Number of starts. The best fit is returned.
+        n_init: Number of starts, which the family chooses. The best fit is returned.
         sample_weight: (N,), not negative, not all 0. None: all 1.
         accelerate: As in `climb`.
         tol: As in `climb`.
@@ -67,10 +67,10 @@ def fit_family(
 
     Returns:
         The fit result. With pseudo-counts `history` has the log-likelihood plus the log-prior over N, which never
-        falls, and `log_likelihood` is without the prior.
+        falls; `log_likelihood` excludes the prior.
 
     Raises:
-        TypeError: If `x` is no real tensor, or `family` no family.
+        TypeError: If `x` is not a real tensor, or `family` is not a family.
         ValueError: If an argument is out of range, or an EM step fails (a singular scatter, say).
 
     Example:

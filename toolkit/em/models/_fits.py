@@ -1,7 +1,7 @@
 r"""The EM map of many parsimonious mixtures of the same data, side by side.
 
-The mixtures differ in model and number of components. A step of all of them is one pass over the data for each number
-of components, and one M-step for each model, so that the overhead of calls is shared.
+The mixtures differ in model and number of components. A joint step takes one pass over the data for each number of
+components, and one M-step for each model, so that the mixtures share the overhead of calls.
 
 N samples, D features, K components, R mixtures, B fits, P coordinates.
 """
@@ -100,7 +100,7 @@ class Pass:
         self._expansion = Expansion(structure, x.shape[1], length, like=x) if len(chunks) == 1 else None
 
     def statistics(self, mixtures: _Mixtures, sizes: _Ints) -> _Statistics:
-        """Return the statistics of mixtures of so many components (R,); not finite where a mixture overflows."""
+        """Return the statistics of mixtures of `sizes` (R,) components; not finite where a mixture overflows."""
         data, structure, means = self.prepared, self.structure, mixtures.means
         (n_mixtures, n_components, n_features), present = means.shape, _present(sizes, means)
         factor, means = data.factor_to_frame(mixtures.factor), data.to_frame(means.flatten(0, 1)).view_as(means)
@@ -222,7 +222,7 @@ class _Form:
 
 
 class Fits:
-    """B fits: one of each start of each cell, in the order of the cells' models.
+    """B fits, one from each start of each cell, in the order of the cells' models.
 
     Attributes:
         cells: The cells.

@@ -1,8 +1,8 @@
 r"""Mixtures of any `torch.distributions`, fitted by generalised EM: the M-step ascends the surrogate by its gradient.
 
 The user defines the map from unconstrained parameters to a distribution; everything else follows from its ``log_prob``.
-The M-step maximises each component's mean log-density by BFGS, with the responsibilities held; with few parameters BFGS
-begins with the exact second derivatives. No step goes down, so the likelihood never falls, even if the M-step stops
+The M-step maximises each component's mean log-density by BFGS, at fixed responsibilities; with few parameters BFGS
+starts from the exact Hessian. No step lowers this objective, so the likelihood never falls, even if the M-step stops
 before the maximum.
 
 N samples, K components, P parameters of one component.
@@ -53,7 +53,7 @@ class DistributionMixture(Components):
         build: Returns the K distributions of the parameters: a `torch.distributions.Distribution` with ``batch_shape``
             (K,). Its ``event_shape`` is (D,), or () for one feature. Pass ``validate_args=False`` where the samples are
             known to be in the support, for use under `torch.func.vmap`.
-        max_steps: The most quasi-Newton steps of one M-step. Few are enough: each M-step continues from the last one.
+        max_steps: The most quasi-Newton steps of one M-step. A few are enough: each M-step continues from the last one.
 
     Raises:
         ValueError: If the shapes do not fit together.
@@ -121,7 +121,7 @@ class DistributionMixture(Components):
             generator: Randomness. None is torch's global generator.
 
         Raises:
-            TypeError: If `x` is no real tensor.
+            TypeError: If `x` is not a real tensor.
             ValueError: If an argument is out of range, or the shapes do not fit together.
         """
         check_start(x, n_components, sample_weight)
@@ -148,7 +148,7 @@ class DistributionMixture(Components):
 
     @property
     def n_features(self) -> int:
-        """D; 1 for distributions of numbers."""
+        """D; 1 for scalar distributions."""
         return self.distribution.event_shape.numel()
 
     @property
@@ -179,15 +179,15 @@ class DistributionMixture(Components):
             x: (N, D); with one feature (N,) will do.
 
         Raises:
-            ValueError: If `x` does not have the features of the distribution, or whenever the distribution raises one.
+            ValueError: If `x` does not have the features of the distribution, or the distribution raises one.
         """
         return self.log_weights + self._log_prob(self.parameters, self._samples(x))
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
-        r"""Return parameters whose held surrogate :math:`\sum_n r_{nk} \log f_k(x_n)` is at least as high, for each k.
+        r"""Return parameters with :math:`\sum_n r_{nk} \log f_k(x_n)` at least as high as before, for each k.
 
-        Differentiable in the responsibilities, as the maximum is (by the implicit function theorem): for
-        responsibilities that require a gradient one Newton step follows, which does not move a maximum.
+        The result is differentiable in the responsibilities, by the implicit function theorem: if they require a
+        gradient, one more Newton step is taken, which does not move a maximum.
 
         Args:
             x: (N, D); with one feature (N,) will do.

@@ -1,4 +1,4 @@
-r"""Mixtures of factor analysers: covariances of low rank plus noise, for features too many for a full covariance.
+r"""Mixtures of factor analysers: covariances of low rank plus noise, for too many features for a full covariance.
 
 Given the component, :math:`x_n = \mu_k + \Lambda_k f + \epsilon` with q standard normal factors f and independent noise
 of variances :math:`\Psi_k`, so the covariance is :math:`\Lambda_k \Lambda_k^\top + \Psi_k`. The covariance is never
@@ -59,8 +59,8 @@ class FactorAnalysers(Located):
         means: (K, D).
         loadings: (K, D, q), free up to a rotation of the factors.
         noise: Variances of the noise, positive: (K, D) for ``"diag"``, (D,) for ``"tied"``, (K,) for ``"isotropic"``.
-        noise_type: ``"diag"``: each feature of each component its own (factor analysis). ``"tied"``: the components
-            share it. ``"isotropic"``: one for all features of a component (probabilistic PCA).
+        noise_type: ``"diag"``: one variance for each feature of each component (factor analysis). ``"tied"``: one for
+            each feature, shared by the components. ``"isotropic"``: one for each component (probabilistic PCA).
         noise_floor: Lower bound of the M-step's estimates of `noise`.
 
     Raises:
@@ -109,7 +109,7 @@ class FactorAnalysers(Located):
         noise_floor: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Self:
-        """Return the means of a few steps of k-means, and the principal directions of the samples about them.
+        """Return a start: means by a few steps of k-means, loadings by the principal directions about them.
 
         Args:
             x: (N, D), floating point, finite.
@@ -121,7 +121,7 @@ class FactorAnalysers(Located):
             generator: Randomness. None is torch's global generator.
 
         Raises:
-            TypeError: If `x` is no real tensor.
+            TypeError: If `x` is not a real tensor.
             ValueError: If an argument is out of range, or all samples are the same.
         """
         n_components = check_start(x, n_components, sample_weight)
@@ -168,7 +168,7 @@ class FactorAnalysers(Located):
 
     @property
     def n_parameters(self) -> int:
-        """Free parameters: the weights but one, means, noise, and loadings up to a rotation; at most those of full."""
+        """Number of free parameters, with loadings up to a rotation; at most that of full covariances."""
         k, d, q = self.loadings.shape
         covariances = self.noise.numel() + k * (d * q - q * (q - 1) // 2)
         return k - 1 + k * d + min(covariances, k * d * (d + 1) // 2)
@@ -187,8 +187,8 @@ class FactorAnalysers(Located):
         r"""Return the log of weight times density, (N, K), nats.
 
         With the expected factors :math:`\hat f = M^{-1} \Lambda^\top \Psi^{-1} (x - \mu)`, the squared distance is
-        :math:`|\Psi^{-1/2} (x - \mu - \Lambda \hat f)|^2 + |\hat f|^2`: a sum, where Woodbury's identity has a
-        difference that cancels. The differences take (K, D, N) of memory.
+        :math:`|\Psi^{-1/2} (x - \mu - \Lambda \hat f)|^2 + |\hat f|^2`: a sum, without the
+        cancellation in Woodbury's identity. The differences take (K, D, N) of memory.
 
         Args:
             x: (N, D).
@@ -226,7 +226,7 @@ class FactorAnalysers(Located):
 
         Args:
             x: (N, D).
-            sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
+            sample_weight: (N,): weights of the mean over the samples. None: all 1.
 
         Returns:
             Scalar, nats per sample, to be maximised.
@@ -247,7 +247,7 @@ class FactorAnalysers(Located):
         return mean(expectation(responsibilities, expected), sample_weight)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
-        r"""Return weighted means, then loadings and noise by one step with expected factors about these means.
+        r"""Return weighted means, then loadings and noise by one EM step over the factors, about these means.
 
         Both raise :math:`\sum_n r_{nk} a_{nk}`, with the factors integrated out, so the likelihood never falls (AECM).
         The expected factors use the loadings and noise before the step. A component without samples keeps its
@@ -297,7 +297,7 @@ class FactorAnalysers(Located):
         )
 
     def unconstrained(self) -> dict[str, Tensor]:
-        """Return ``log_weights``, ``means``, ``loadings`` and ``log_noise``, shaped as the attributes are."""
+        """Return ``log_weights``, ``means``, ``loadings`` and ``log_noise``, in the shapes of the attributes."""
         return {
             "log_weights": clamp_coordinates(self.log_weights),
             "means": self.means,

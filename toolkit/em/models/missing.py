@@ -98,7 +98,7 @@ class MissingGaussian:
 def marginal_log_joint(parameters: GaussianParameters, x: Tensor) -> Tensor:
     r"""Return :math:`\log \pi_k + \log \mathcal N(x_{n, o} \mid \mu_{k, o}, \Sigma_{k, oo})`.
 
-    Differentiable, also by the observed values of `x`.
+    Differentiable, also in the observed values of `x`.
 
     Args:
         parameters: The mixture.
@@ -138,13 +138,13 @@ def surrogate_missing(parameters: GaussianParameters, x: Tensor, sample_weight: 
 
     The block `em.responsibilities` holds the responsibilities, the completed samples :math:`\hat x_{nk}` and the
     conditional covariances :math:`\hat C_{nk}` of the missing values constant. Then the **gradient** is that of the
-    log-likelihood of the observed values (Fisher's identity). As in `surrogate`, value and Hessian are not. For diag
-    and spherical covariances nothing is completed: the sums run over the observed features.
+    log-likelihood of the observed values (Fisher's identity); as in `surrogate`, the value and the Hessian are not. For
+    diag and spherical covariances nothing is completed: the sums run over the observed features.
 
     Args:
         parameters: The mixture.
         x: (N, D), NaN where missing.
-        sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
+        sample_weight: (N,): weights of the mean over the samples. None: all 1.
 
     Returns:
         Scalar, nats per sample, to be maximised.
@@ -335,9 +335,9 @@ def start_missing(
 ) -> GaussianParameters:
     """Choose a start as `start` does, for samples with missing values.
 
-    Means are chosen among the samples, by distances in the features that two samples share. A missing value of a chosen
-    sample is the mean of the samples that are nearest to it. For ``"kmeans"`` the means are improved by Lloyd's steps
-    on the observed values: each sample goes to the mean that is nearest in the sample's observed features. This equals
+    Means are chosen among the samples, by distances in the features observed in both samples. A missing value of a
+    chosen sample is filled by the mean of the samples nearest to it. For ``"kmeans"`` the means are improved by Lloyd's
+    steps on the observed values: each sample goes to the nearest mean in the sample's observed features. This equals
     k-means with missing values filled by the mean of their cluster. The variances are those of the observed values
     about the nearest means; correlations count missing values as 0, which keeps the covariance positive definite.
 

@@ -1,16 +1,17 @@
 r"""Gaussian mixtures fitted batch by batch: online EM, which forgets, and incremental EM, which keeps each batch.
 
 Both keep expected sufficient statistics instead of samples: the count, the mean and the scatter of each component.
-Statistics are merged without a difference of raw moments, so an offset of the data costs nothing. A batch is reduced to
-its statistics by the same pass as in `em_step`.
+Statistics are merged without a difference of raw moments, so an offset of the data costs no accuracy. A batch is
+reduced to its statistics by the same pass as in `em_step`.
 
-==============  ==========================================  ==========================================================
-algorithm       statistics after a batch                    for
-==============  ==========================================  ==========================================================
-`online_step`   mixed with the batch's by the step size     more data than can be read twice, or that drift
-`incremental_   the batch's own are replaced; the rest are  data read several times: each batch improves the mixture
-step`           kept                                        at once, and the free energy never falls
-==============  ==========================================  ==========================================================
+==================  =========================================  ========================================================
+algorithm           statistics after a batch                   for
+==================  =========================================  ========================================================
+`online_step`       averaged with the batch's, by the step     data too large to be read twice, or data that drift
+                    size
+`incremental_step`  those of the batch are replaced, the rest  data read several times: each batch improves the mixture
+                    are kept                                   at once, and the free energy never falls
+==================  =========================================  ========================================================
 
 B samples of a batch, D features, K components.
 """
@@ -57,11 +58,11 @@ class OnlineState:
         statistics: The statistics of the stream so far, for a total count of 1.
         n_steps: Batches seen.
         total_weight: Samples seen, or the sum of their weights.
-        log_likelihood: The log-likelihood of the last batch under the parameters before it, nats per sample; NaN before
-            the first.
-        averaged: The mean of weights, means and covariances over the last `n_averaged` steps; None before
+        log_likelihood: The log-likelihood of the last batch under the parameters before its step, nats per sample; NaN
+            before the first batch.
+        averaged: The mixture with the mean weights, means and covariances of the last `n_averaged` steps; None before
             `average_from`.
-        n_averaged: Number of steps that are averaged.
+        n_averaged: Number of averaged steps.
         exponent, offset, least_step, burn_in, average_from, reg_covar, prior: The options (see `online_start`).
     """
 
@@ -101,17 +102,17 @@ def online_start(
     r"""Return the state before the first batch.
 
     Args:
-        parameters: The mixture to begin with; a few batch steps on the first samples make a good one.
-        exponent: The step size of batch t = 1, 2, ... is :math:`(t + \text{offset})^{-\text{exponent}}`. In (1/2, 1]
-            for convergence; near 1/2 forgets a bad start faster.
+        parameters: The mixture to start from; a few EM steps on the first samples make a good start.
+        exponent: The step size of batch t = 1, 2, ... is :math:`(t + \text{offset})^{-\text{exponent}}`. Convergence
+            needs a value in (1/2, 1]; a value near 1/2 forgets a bad start faster.
         offset: See `exponent`; not negative. 0 lets the first batch replace the start. A large offset keeps the step
             size small from the beginning, for a trusted start.
-        least_step: The step size never gets smaller. 0 for convergence; a small positive one, :math:`\gamma`, follows
+        least_step: Lower bound of the step size. 0 for convergence; a small positive bound, :math:`\gamma`, follows
             data that drift, with a memory of about :math:`1 / \gamma` batches.
-        burn_in: The parameters stay as they are, and only the statistics are updated, until this many samples were
-            seen. For batches of few samples: twenty or more for each component.
-        average_from: Average the parameters over the steps after this one (Polyak and Ruppert): choose a step at which
-            the start is forgotten, half of all steps, say. None: no averaging.
+        burn_in: The parameters stay as they are, and only the statistics are updated, until this many samples have
+            been seen. For small batches: twenty samples or more for each component.
+        average_from: Average the parameters over the steps after this one (Polyak and Ruppert). Choose a step at which
+            the start is forgotten, such as half of all steps. None: no averaging.
         reg_covar: Added to every variance.
         prior: A prior for the M-step (MAP); its weight is relative to all samples seen so far.
 
@@ -161,14 +162,14 @@ def online_step(state: OnlineState, x: Tensor, *, sample_weight: Tensor | None =
 
     With the batch's mean statistics :math:`\bar s(x; \theta)` under the current parameters, and the step size
     :math:`\gamma_t`: :math:`s \leftarrow (1 - \gamma_t) s + \gamma_t \bar s(x; \theta)`, and :math:`\theta` is the
-    M-step of :math:`s`. The memory holds the parameters and a part of the batch.
+    M-step of :math:`s`. Memory holds only the parameters and a part of the batch.
 
-    A batch whose weight is :math:`\rho` times the average so far has the step size :math:`1 - (1 - \gamma_t)^\rho`, as
-    if it came in batches of average weight. So a small last batch does no harm, and a batch of weight 0 changes
+    A batch of :math:`\rho` times the average weight so far has the step size :math:`1 - (1 - \gamma_t)^\rho`, as if it
+    came in :math:`\rho` batches of average weight. So a small last batch does no harm, and a batch of weight 0 changes
     nothing.
 
     Args:
-        state: The state before it.
+        state: The state before the batch.
         x: (B, D), float32 or float64, finite.
         sample_weight: (B,), finite, not negative. None: all 1.
 
@@ -235,12 +236,12 @@ class IncrementalState:
 
     Attributes:
         parameters: The mixture, float64.
-        batches: For each batch, the statistics when it was last seen, and the entropy of its responsibilities in nats,
+        batches: By the key of each batch, its latest statistics, and the entropy of its responsibilities in nats,
             summed over its samples.
         total_weight: Samples in `batches`, or the sum of their weights.
         free_energy: Expected complete-data log-likelihood plus entropy, and the log-prior if there is one; nats per
             sample. A lower bound of the log-likelihood (plus log-prior) of these batches, which never falls once each
-            batch was seen, if `reg_covar` is 0.
+            batch has been seen, if `reg_covar` is 0.
         burn_in, reg_covar, prior: The options (see `incremental_start`).
     """
 
@@ -260,9 +261,9 @@ def incremental_start(
     """Return the state before the first batch.
 
     Args:
-        parameters: The mixture to begin with.
-        burn_in: The parameters stay as they are until the batches hold this many samples. With too few for the first
-            M-step, components degenerate.
+        parameters: The mixture to start from.
+        burn_in: The parameters stay as they are until the batches hold this many samples. With too few samples in the
+            first M-step, components degenerate.
         reg_covar: Added to every variance.
         prior: A prior for the M-step (MAP).
 
@@ -300,7 +301,7 @@ def incremental_step(
     all of them, with an M-step after each batch instead of each pass.
 
     Args:
-        state: The state before it.
+        state: The state before the batch.
         key: The key of the batch: the same samples must come with the same key.
         x: (B, D), float32 or float64, finite.
         sample_weight: (B,), finite, not negative. None: all 1.

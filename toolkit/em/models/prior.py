@@ -11,7 +11,7 @@ diag variances                inverse gamma(:math:`\nu / 2`, :math:`\lambda_d / 
 spherical variances           inverse gamma(:math:`\nu / 2`, :math:`\lambda / 2`)
 ============================  =========================================================================
 
-Densities are those of weights, means and **covariances**; the mode would be another one for precisions.
+Densities are those of weights, means and **covariances**; a density of precisions would have another mode.
 
 N samples, D features, K components.
 """
@@ -101,14 +101,14 @@ class Prior(Movable):
     def default(
         cls, x: Tensor, n_components: int, covariance_type: CovarianceType, *, sample_weight: Tensor | None = None
     ) -> Prior:
-        r"""Return the weak prior that Fraley & Raftery propose, made of the data.
+        r"""Return the weak prior that Fraley & Raftery propose, computed from the data.
 
         The weights are free, :math:`\alpha = 1`. The prior mean is the data's mean, with :math:`\kappa = 0.01` samples.
         The covariances have :math:`\nu = D + 2` and the data's covariance over :math:`K^{2/D}` as scale, so that K
-        ellipsoids fill the volume of one. For diag, each feature has its own variance here, so that the features' units
-        do not matter; for spherical it is the mean of the variances, as published.
+        ellipsoids fill the volume of one. For diag, the scale has the variance of each feature, so that the features'
+        units do not matter; for spherical it has the mean of the variances, as published.
 
-        If features are linearly dependent, or more than the samples, the covariance is replaced by its diagonal.
+        If features are linearly dependent, or outnumber the samples, the covariance is replaced by its diagonal.
         Missing values (NaN) are left out; correlations then count them as 0.
 
         Args:
@@ -121,7 +121,7 @@ class Prior(Movable):
             A prior in float64.
 
         Raises:
-            TypeError: If `sample_weight` is no tensor.
+            TypeError: If `sample_weight` is not a tensor.
             ValueError: If a feature has no value or is constant, the weights are negative, all 0 or of another shape,
                 or the type is unknown.
 
@@ -172,8 +172,8 @@ class Prior(Movable):
 
         Args:
             counts: (..., K): sums of the responsibilities.
-            means: (..., K, D): the samples' means, weighed by responsibilities. Any finite value where the count is 0.
-            scatter: Sums, weighed by responsibilities, of second moments about `means`: (..., K, D, D) for full, their
+            means: (..., K, D): the samples' means, weighted by responsibilities. Any finite value if the count is 0.
+            scatter: Sums, weighted by responsibilities, of second moments about `means`: (..., K, D, D) for full, their
                 sum over components (..., D, D) for tied, (..., K, D) for diag, (..., K) summed over features for
                 spherical.
             covariance_type: The type.
@@ -184,7 +184,7 @@ class Prior(Movable):
             Weights (..., K), means (..., K, D) and covariances, shaped as `scatter`.
 
         Raises:
-            ValueError: If `scale` is not that of this type, or the numbers of components or features differ.
+            ValueError: If `scale` does not fit this type, or the numbers of components or features differ.
 
         References:
             Fraley & Raftery, 2007, section 3 (posterior modes of one component).
@@ -216,7 +216,7 @@ class Prior(Movable):
             Scalar, nats, summed over the components. Differentiable.
 
         Raises:
-            ValueError: If `scale` is not that of the mixture's type, or the numbers of components or features differ.
+            ValueError: If `scale` does not fit the mixture's type, or the numbers of components or features differ.
 
         References:
             Gelman, Carlin, Stern & Rubin, "Bayesian data analysis", 2004, appendix A (the densities).

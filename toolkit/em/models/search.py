@@ -60,8 +60,8 @@ def fit_parsimonious(
 ) -> Climb[ParsimoniousParameters]:
     """Maximise the log-likelihood of one of the fourteen models by EM, accelerated by default.
 
-    Each of several starts is improved by ten EM steps. The best three go on, replaced by the next best where
-    covariances become singular, and the highest is returned.
+    Each of several starts is improved by ten EM steps. The best three are iterated further; a run with a singular
+    covariance is replaced by the next best start. The fit of the highest likelihood is returned.
 
     Args:
         x: (N, D), float32 or float64, finite. Arithmetic is in float64.
@@ -153,7 +153,7 @@ def search(
         options: As in `climb`.
         reg_covar: As in `fit_parsimonious`.
         sample_weight: (N,). None: all 1.
-        narrowest: A fit with a component that is narrower, in units of the average component, is refused.
+        narrowest: As in `spikes`: a fit with a narrower component is refused.
 
     Yields:
         The result of each cell, in order.

@@ -52,7 +52,7 @@ def aic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
 
     Args:
         log_likelihood: Nats per sample.
-        n_parameters: p, how many are free.
+        n_parameters: p, the number of free parameters.
         n_samples: N, or the sum of the weights.
 
     References:
@@ -71,11 +71,11 @@ def bic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
 
     Args:
         log_likelihood: Nats per sample.
-        n_parameters: p, how many are free.
+        n_parameters: p, the number of free parameters.
         n_samples: N, or the sum of the weights.
 
     References:
-        Schwarz, "Estimating the dimension of a model", 1978. Its sign is that of scikit-learn; mclust's is the other.
+        Schwarz, "Estimating the dimension of a model", 1978. The sign here is scikit-learn's; mclust's is the opposite.
 
     Example:
         >>> round(bic(-215.726 / 150, 26, 150), 4)
@@ -101,7 +101,7 @@ def icl(mixture: Mixture, x: Tensor, n_parameters: int, *, sample_weight: Tensor
     Args:
         mixture: At the maximum of its likelihood.
         x: (N, D).
-        n_parameters: p, how many are free.
+        n_parameters: p, the number of free parameters.
         sample_weight: (N,). None: all 1.
 
     References:
@@ -149,7 +149,7 @@ def spikes(parameters: ParsimoniousParameters, narrowest: float = NARROWEST) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One model with one number of components, fitted.
+    """The fit of one model with one number of components.
 
     Attributes:
         model: The covariance model.
@@ -183,7 +183,7 @@ class Candidate:
     parameters: ParsimoniousParameters | None = None
 
     def to_dict(self) -> dict[str, str | int | float | bool | None]:
-        """Return all fields but the mixture, in types of JSON; None for NaN."""
+        """Return all fields but the mixture, in JSON types; None for NaN."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del values["parameters"]
         return {
@@ -229,7 +229,7 @@ class Selection:
         return {(candidate.model, candidate.n_components): self._value(candidate) for candidate in self.candidates}
 
     def to_dict(self) -> dict[str, object]:
-        """Return the criterion, N and the candidates without their mixtures, in types of JSON."""
+        """Return the criterion, N and the candidates without their mixtures, in JSON types."""
         return {
             "criterion": self.criterion,
             "n_samples": self.n_samples,
@@ -290,8 +290,8 @@ def select(
     Args:
         x: (N, D), float32 or float64, finite.
         n_components: The numbers of components to try, each at most N.
-        models: The covariance models to try. None: all fourteen; of a single feature EII and VII, which the others
-            then equal (mclust's E and V).
+        models: The covariance models to try. None: all fourteen; for a single feature only EII and VII (mclust's E and
+            V), to which the others are then equal.
         criterion: ``"bic"``, ``"aic"`` or ``"icl"``.
         n_init: Number of random starts for each candidate, from 0.
         init: The ways to choose random starts, in turn (see `start`).
@@ -302,8 +302,8 @@ def select(
         max_iter: As in `climb`.
         accelerate: As in `climb`.
         generator: Randomness of the starts. None is torch's global generator.
-        callback: Called with each candidate when it is done. Candidates of small data are fitted side by side, so that
-            many are done at once.
+        callback: Called with each finished candidate. Candidates for small data are fitted side by side, so that many
+            finish at once.
 
     Returns:
         All candidates; `best` is the choice of the criterion.

@@ -1,8 +1,8 @@
 r"""Mixtures of Student's t: heavy tails, by a second latent variable that scales each sample's covariance.
 
 Given the component, :math:`u_{nk} \sim \mathrm{Gamma}(\nu_k / 2, \nu_k / 2)` and
-:math:`x_n \sim \mathcal N(\mu_k, \Sigma_k / u_{nk})`. The E-step weighs the samples twice: by responsibilities, and by
-the expected :math:`u_{nk}`, which is small for an outlier. The block `em.responsibilities` holds both constant.
+:math:`x_n \sim \mathcal N(\mu_k, \Sigma_k / u_{nk})`. The E-step weights the samples twice: by responsibilities, and
+by the expected :math:`u_{nk}`, which is small for an outlier. The block `em.responsibilities` holds both constant.
 
 N samples, D features, K components.
 """
@@ -149,10 +149,10 @@ class StudentMixture(Located):
         reg_covar: float = 1e-6,
         generator: torch.Generator | None = None,
     ) -> Self:
-        """Return the means of a few steps of k-means, all with the same scatter, that of the samples about them.
+        """Return a start: means by a few steps of k-means, and one common scatter, that of the samples about them.
 
-        For k-means, features are clipped near the range of nine tenths of their values; outliers would be clusters
-        otherwise.
+        For k-means, features are clipped to about the range of nine tenths of their values; otherwise outliers would
+        form clusters.
 
         Args:
             x: (N, D), floating point, finite.
@@ -164,7 +164,7 @@ class StudentMixture(Located):
             generator: Randomness. None is torch's global generator.
 
         Raises:
-            TypeError: If `x` is no real tensor.
+            TypeError: If `x` is not a real tensor.
             ValueError: If an argument is out of range, or a scatter is singular.
         """
         n_components = check_start(x, n_components, sample_weight)
@@ -188,7 +188,7 @@ class StudentMixture(Located):
 
     @property
     def n_parameters(self) -> int:
-        """Free parameters: the weights but one, means, scatters, and degrees of freedom if they are estimated."""
+        """Number of free parameters, with the degrees of freedom if they are estimated."""
         k, d = self.means.shape
         return k - 1 + k * (d + self.estimate_degrees) + self._structure.n_parameters(k, d)
 
@@ -259,7 +259,7 @@ class StudentMixture(Located):
 
         Args:
             x: (N, D).
-            sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
+            sample_weight: (N,): weights of the mean over the samples. None: all 1.
 
         Returns:
             Scalar, nats per sample, to be maximised.
@@ -278,7 +278,7 @@ class StudentMixture(Located):
         return mean(expectation(responsibilities, expected), sample_weight)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
-        r"""Return means and scatters by one step with expected scales, then the best degrees of freedom with these.
+        r"""Return means and scatters by one EM step over the scales, then the best degrees of freedom given these.
 
         Means and scatters are weighted by :math:`r_{nk} u_{nk}`, and divided by the sum of these weights (not of
         :math:`r_{nk}`: PX-EM, which is faster). Degrees of freedom maximise :math:`\sum_n r_{nk} a_{nk}` itself, with
