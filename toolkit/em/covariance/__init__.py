@@ -1,4 +1,4 @@
-"""The structures of covariances, one class each: the only place of formulas that depend on the structure.
+"""The structures of covariances, one class each. All formulas that depend on the structure are here.
 
 A new structure is a file here with its class, and its name in the list below.
 """

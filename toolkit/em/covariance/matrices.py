@@ -320,14 +320,14 @@ def _layout(n_features: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
 
 
 def quadratic_form(matrices: Tensor) -> Tensor:
-    """Return symmetric matrices (..., D, D) as coefficients of the products of all blocks, side by side (..., F)."""
+    """Return symmetric matrices (..., D, D) as coefficients of quadratic features, blocks side by side: (..., F)."""
     rows, columns, counts, _ = _indices(_layout, matrices.shape[-1], matrices)
     coefficients: Tensor = matrices[..., rows, columns] * counts
     return coefficients
 
 
 def symmetric_products(products: Tensor, n_features: int) -> Tensor:
-    """Return second moments (..., D, D) from those of the products of all blocks, side by side (..., F)."""
+    """Return second moments (..., D, D) from sums of quadratic features, blocks side by side: (..., F)."""
     moments: Tensor = products[..., _indices(_layout, n_features, products)[3]]
     return moments
 

@@ -67,7 +67,7 @@ COVARIANCE_MODELS: tuple[CovarianceModel, ...] = get_args(CovarianceModel)
 class ParsimoniousCovariances(Movable):
     """Covariances of K components that share volume, shape or orientation.
 
-    Leading dimensions, the same for all three, are batches.
+    Leading dimensions, the same for all three tensors, are batches.
 
     Attributes:
         model: One of the fourteen.
@@ -198,14 +198,14 @@ def covariances_from_scatter(
 
     - VEI, VEE, VEV: volumes and shared parameters are improved in turn;
     - EVE, VVE: the common orientation by quasi-Newton steps over the rotations, with a line search. There may be
-      several local minima: without a `start` the lowest of those from K + 1 starts is returned.
+      several local minima: without a `start` the lowest of the minima from K + 1 starts is returned.
 
     Args:
         model: One of the fourteen.
         counts: (K,), positive.
         scatter: (K, D, D). The diagonals (K, D) are enough for axis-aligned models; the sum (1, D, D) is for EEE.
         start: Covariances at which iterations start; the result is never worse.
-        inner_steps: The most iterations. They end earlier when changes are within rounding.
+        inner_steps: The most iterations; they end earlier once changes are within rounding.
 
     Raises:
         ValueError: If the model is unknown, the shapes do not fit together, or a covariance is singular.
@@ -248,9 +248,9 @@ class Model(ABC):
 
     Attributes:
         name: Its three letters.
-        structure: The type to which its covariances belong; a pass with it over the data gives the M-step's moments.
+        structure: The type of its covariances; a pass over the data in this type gives the M-step's moments.
         start: The type of the mixtures that fits start from.
-        is_orthogonal: Whether the axes are orthogonal, so that they are the orientation.
+        is_orthogonal: Whether the axes are orthogonal, and so are the orientation.
     """
 
     is_orthogonal: ClassVar[bool] = True
@@ -282,7 +282,7 @@ class Model(ABC):
         return to_skew(axes)
 
     def axes(self, upper: Tensor) -> Tensor:
-        """Return the axes whose `free_entries` above the diagonal are these, in matrices that are 0 elsewhere."""
+        """Return the axes of these `free_entries`, given as matrices that are 0 on and below the diagonal."""
         return cayley(upper - upper.mT)
 
     @abstractmethod

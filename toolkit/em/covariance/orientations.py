@@ -112,9 +112,10 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def common_axes(model: str, counts: Tensor, scatter: Tensor, start: Tensor | None, inner_steps: int) -> Tensor:
-    """Return the orientation (..., 1, D, D) that EVE and VVE share, from one such or from those of the scatters.
+    """Return the common orientation (..., 1, D, D) of EVE or VVE, the best that is found from the starts.
 
-    Leading dimensions are batches. Components of count 0 are absent.
+    These are `start`, or if None the eigenvectors of each scatter and of the scatters' sum. Leading dimensions are
+    batches. Components of count 0 are absent.
     """
     if start is None:
         start = torch.linalg.eigh(torch.cat([scatter.sum(-3, keepdim=True), scatter], -3)).eigenvectors

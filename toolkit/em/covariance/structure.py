@@ -53,14 +53,15 @@ class Structure(ABC):
     """The shape, the density and the M-step of the covariances of K components.
 
     Leading dimensions are batches, except where a method says (K, ...). The methods of an EM step by quadratic
-    features, of its coordinates and of a start take arrays of NumPy as well: see `as_arrays`.
+    features, of its coordinates and of a start take NumPy arrays as well: see `as_arrays`.
 
     Attributes:
         name: The name in the public interface.
         is_matrix: Whether features may be correlated: a covariance is then a matrix.
         is_shared: Whether all components have the same covariance.
-        wide: The widest structure with the same correlations, full or diag; `pool` takes its scatters to this one.
-        separate: The structure in which each component has its own covariance: this one, unless they are shared.
+        wide: The least restricted structure with the same correlations, full or diag; `pool` turns its scatters into
+            scatters of this structure.
+        separate: The structure in which each component has its own covariance: this structure, unless it is shared.
     """
 
     name: ClassVar[CovarianceType]
@@ -208,10 +209,10 @@ class Structure(ABC):
 
     @abstractmethod
     def prior_count(self, n_components: int, n_features: int) -> int:
-        """Return the number that the mode of a conjugate prior adds to `totals` beside its degrees of freedom."""
+        """Return the number that the mode of a conjugate prior adds to `totals`, besides its degrees of freedom."""
 
     def estimate(self, scatter: Tensor, counts: Tensor, *, added: float = 0.0) -> Tensor:
-        """Return the covariances that are most likely given the scatter: the M-step.
+        """Return the covariances of maximum likelihood given the scatter: the M-step.
 
         Args:
             scatter: Shaped by the structure; with the prior's scatter added, if there is one.
@@ -237,14 +238,14 @@ class Structure(ABC):
 
 
 def library(values: object) -> Any:
-    """Return the module with the functions of these values: NumPy or torch, where these have the same names."""
+    """Return NumPy for arrays and torch for tensors, to call the functions that have the same name in both."""
     return np if isinstance(values, np.ndarray) else torch
 
 
 def as_arrays(size: int, *values: Tensor | None) -> list[Any]:
-    """Return tensors for a computation of `size` numbers, as arrays if NumPy's calls, which cost less, pay for it.
+    """Return the tensors, as NumPy arrays if a computation of `size` numbers is faster by NumPy's cheaper calls.
 
-    NumPy warns of infinities and NaN, which torch does not: ``np.errstate(all="ignore")`` makes them alike.
+    Unlike torch, NumPy warns of infinities and NaN; ``np.errstate(all="ignore")`` turns the warnings off.
     """
     known = [value for value in values if value is not None]
     if size > _FEW or any(value.device.type != "cpu" or value.requires_grad for value in known):
@@ -253,7 +254,7 @@ def as_arrays(size: int, *values: Tensor | None) -> list[Any]:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return a tensor for an array; a tensor is returned as it is, on its device."""
+    """Return an array as a tensor, and a tensor unchanged, on its device."""
     return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
@@ -265,7 +266,7 @@ def doubles(values: Any) -> Any:
 def soft_counts(sums: Tensor) -> Tensor:
     """Return the sums of responsibilities, bounded away from 0, so that an empty component gives no NaN.
 
-    The bound is rounding of their total, at most of 1: sample weights may be tiny.
+    The bound is machine epsilon times their total, or times 1 if the total is larger: sample weights may be tiny.
     """
     of = library(sums)
     least = of.finfo(sums.dtype).eps
@@ -276,7 +277,7 @@ def soft_counts(sums: Tensor) -> Tensor:
 
 
 def identity_like(matrices: Tensor) -> Tensor:
-    """Return the identity (D, D) of the type and on the device of matrices (..., D, D)."""
+    """Return the identity (D, D), in the type and on the device of matrices (..., D, D)."""
     one: Tensor = library(matrices).eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     return one
 

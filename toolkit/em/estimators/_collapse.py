@@ -1,4 +1,4 @@
-"""Finds degenerate components: they have shrunk onto too few samples, and their likelihood has no bound.
+"""Finds degenerate components, which have shrunk onto too few samples, so that their likelihood has no bound.
 
 D features, K components.
 """
@@ -22,8 +22,8 @@ _RESOLVED = 100.0
 def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> list[int]:
     """Return the components that are empty, or whose variance in some direction comes from `reg_covar` alone.
 
-    Directions in which the whole mixture has no variance, a constant feature say, do not count; without any other
-    direction all components are degenerate. After an M-step the covariance of the mixture is that of the data.
+    Directions in which the whole mixture has no variance, such as a constant feature, do not count. If there is no
+    other direction, all components are degenerate. After an M-step the covariance of the mixture is that of the data.
 
     Args:
         parameters: A fitted mixture.

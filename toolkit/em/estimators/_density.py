@@ -1,4 +1,4 @@
-"""Fast twins of `GaussianParameters.log_joint` for predictions: by NumPy for few samples, by products for diagonals.
+"""`GaussianParameters.log_joint` made fast for predictions: NumPy for few samples, matrix products for diagonals.
 
 N samples, D features, K components.
 """
@@ -26,7 +26,7 @@ _LOST = 1e-10
 
 
 def log_joint(mixture: GaussianParameters, x: Tensor) -> Tensor:
-    """Return log-joints (N, K) of samples (N, D), float64; squares are expanded where no digit is lost that counts.
+    """Return log-joints (N, K) of samples (N, D), float64; squares are expanded unless this loses accuracy.
 
     For variances along the axes, ``p (x - m)^2`` is a product of matrices, ``p x^2 - 2 p m x + p m^2``, about the
     centre of the mixture.

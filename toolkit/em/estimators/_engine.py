@@ -42,7 +42,7 @@ class GaussianEngine:
     def climb_side_by_side(
         self, points: list[tuple[GaussianParameters, int]], options: ClimbOptions
     ) -> list[Climb[GaussianParameters] | None]:
-        """Return the fits from points after so many steps, None where `climb` is left to find it."""
+        """Return the fit from each start and its number of steps taken, or None where `climb` has to find the fit."""
         starts, limits = zip(*((start, options.max_iter - n_iter) for start, n_iter in points), strict=True)
         return climb_side_by_side(
             starts, self.prepared, options, reg_covar=self.reg_covar, prior=self.prior, limits=limits
@@ -51,9 +51,9 @@ class GaussianEngine:
     def heats(
         self, starts: list[GaussianParameters], keep: int, options: ClimbOptions
     ) -> list[tuple[GaussianParameters, int]]:
-        """Return the points to continue from, and the steps taken to each: see `toolkit.em.engine.restarts.heats`.
+        """Return the points to continue from, and the steps taken to each (see `toolkit.em.engine.restarts.heats`).
 
-        With plain steps each point is its start, so that the history is whole.
+        With plain steps the starts themselves are returned, so that the history is complete.
         """
 
         def are_sound(mixtures: Mixtures) -> list[bool]:

@@ -37,11 +37,11 @@ def starts_by(
     """Yield functions that make the starts named as in scikit-learn: one M-step from responsibilities.
 
     ``"kmeans"``: the clusters of k-means. ``"random"``: uniform draws. ``"random_from_data"``, ``"k-means++"``: some
-    samples are the means, and each sample belongs to the nearest mean. With `means` each sample belongs to the nearest
-    of these, whatever `init_params` says, so that covariances fit the given means.
+    samples are the means, and each sample belongs to the nearest mean. If `means` are given, each sample belongs to the
+    nearest of them, for all `init_params`, so that covariances fit the given means.
 
-    A component with too few samples for a covariance of its own gets the covariance of all samples about their means.
-    With a variance of `reg_covar` alone the component would stay at one sample.
+    A component with too few samples for its own covariance gets the covariance of all samples about their means. With a
+    variance of `reg_covar` alone the component would stay at one sample.
 
     Args:
         x: (N, D), finite, or NaN where missing: see `start_missing`.

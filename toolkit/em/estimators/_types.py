@@ -40,5 +40,5 @@ def model_of(covariance: CovarianceType | CovarianceModel) -> CovarianceModel:
 
 
 def as_gaussian(parameters: GaussianParameters | ParsimoniousParameters) -> GaussianParameters:
-    """Return any mixture of Gaussians in the common form, float64."""
+    """Return any Gaussian mixture as `GaussianParameters`, float64."""
     return (parameters if isinstance(parameters, GaussianParameters) else parameters.to_gaussian()).to(torch.float64)

@@ -39,8 +39,8 @@ _SUM_TOLERANCE = 1e-6
 class BaseHMM(BaseEstimator):  # type: ignore[misc]
     """Base of the estimators: everything but the emissions.
 
-    The attributes define the model: with all of them set, no `fit` is needed. `X` and `lengths` are the same in all
-    methods (see `fit`).
+    The attributes define the model: if all of them are set, no `fit` is needed. `X` and `lengths` have the same form in
+    all methods (see `fit`).
     """
 
     _letters: dict[str, str]
@@ -103,7 +103,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
 
         Warns:
             ConvergenceWarning: If the fit has not converged after `max_iter` steps.
-            UserWarning: If an attribute was set before the first fit, and `init_params` asks for another start.
+            UserWarning: If an attribute was set before the first fit and is overwritten because of `init_params`.
 
         Raises:
             ValueError: If a parameter is out of range, the data do not fit, or a covariance becomes singular.
@@ -241,7 +241,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         return form.give(self._shape(x)), form.give(states)
 
     def get_stationary_distribution(self) -> Array:
-        """Return the stationary distribution of states, (K,): a transition leaves it unchanged."""
+        """Return the stationary distribution of states, (K,), which a transition leaves unchanged."""
         k = int(self.n_components)
         transition = self._probabilities("transmat_", (k, k))
         system = torch.cat([transition.mT - torch.eye(k, dtype=torch.float64, device="cpu"), transition.new_ones(1, k)])
@@ -267,7 +267,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
 
     @property
     def parameters_(self) -> hmm.HMMParameters:
-        """The fitted model as `toolkit.em.hmm` has it, float64: for `surrogate`, `viterbi`, `posteriors`."""
+        """The fitted model as `toolkit.em.hmm` parameters, float64: for `surrogate`, `viterbi`, `posteriors`."""
         return self._parameters()
 
     def _parameters(self) -> hmm.HMMParameters:

@@ -30,9 +30,9 @@ class GaussianHMM(BaseHMM):
     r"""A hidden Markov model whose states emit Gaussian vectors, fitted by Baum-Welch.
 
     Parameters, attributes and methods are those of hmmlearn, with these differences. `tol` bounds the remaining gain in
-    nats per step, and steps are accelerated unless ``accelerate="none"``. Variances have no prior, but `reg_covar` is
-    added to them. `covars_` is shaped by the type, when read and when set. Attributes are float64, also for
-    samples in float32.
+    nats per step, and steps are accelerated unless ``accelerate="none"``. Variances have no prior; instead `reg_covar`
+    is added to them. `covars_` is shaped by the type, when read and when set. Attributes are float64, also for samples
+    in float32.
 
     Args:
         n_components: K.
@@ -58,9 +58,9 @@ class GaussianHMM(BaseHMM):
         means_: (K, D).
         covars_: (K, D, D), (D, D), (K, D) or (K,), by the type.
         converged_: Whether the fit converged.
-        n_iter_: EM steps that it took.
+        n_iter_: EM steps that the fit took.
         log_likelihood_: Nats per step, with the priors' log-densities.
-        history_: That at the start and after each step that was taken, (n,). It never falls.
+        history_: `log_likelihood_` at the start and after each EM step, (n,). It never falls.
         n_features_in_: D.
 
     References:
@@ -187,9 +187,9 @@ class CategoricalHMM(BaseHMM):
         transmat_: (K, K). A transition that is 0 at the start stays 0.
         emissionprob_: (K, M).
         converged_: Whether the fit converged.
-        n_iter_: EM steps that it took.
+        n_iter_: EM steps that the fit took.
         log_likelihood_: Nats per step, with the priors' log-densities.
-        history_: That at the start and after each step that was taken, (n,). It never falls.
+        history_: `log_likelihood_` at the start and after each EM step, (n,). It never falls.
 
     References:
         Rabiner, "A tutorial on hidden Markov models and selected applications in speech recognition", 1989.

@@ -1,6 +1,6 @@
-"""Gaussian mixtures as a scikit-learn estimator: its parameters and attributes, for arrays and for tensors.
+"""Gaussian mixtures as a scikit-learn estimator, for arrays and for tensors.
 
-The work is done by the functional core of `toolkit.em`; this module has no formula of an EM step.
+The functional core of `toolkit.em` does the work; this module has no formula of an EM step.
 
 N samples, D features, K components.
 """
@@ -85,7 +85,7 @@ def natural_parameters(mixture: GaussianParameters | MissingGaussian) -> dict[st
 
 @dataclass(frozen=True)
 class Data:
-    """Samples to fit, (N, D) or a reader of their rows, with weights; and the samples that starts are computed from."""
+    """Samples to fit, (N, D) or a reader of their rows, with weights; and the samples that starts are made from."""
 
     x: Tensor | Rows
     weights: Tensor | None
@@ -128,21 +128,23 @@ class GaussianMixture(BaseMixture):
     - **Convergence.** `tol` bounds the remaining gain, not the last step's gain, because steps are accelerated; its
       default is lower. ``accelerate="none", tol=1e-3, max_iter=100`` are scikit-learn's steps and its defaults.
     - **`lower_bound_`** is the log-likelihood of the returned parameters, not of the parameters one step before.
-    - **Starts** from samples have the covariance of the samples near each mean; scikit-learn's have `reg_covar`.
+    - **Starts** from samples have the covariance of the samples near each mean; scikit-learn's have the variance
+      `reg_covar`.
     - **Restarts.** The best of `n_init` fits is chosen among the fits without a degenerate component, if there are any.
       The likelihood of a component on one sample has no bound, so the highest likelihood need not be the best fit.
 
-    Added are `sample_weight`, tensors on any device, chunks of samples, missing values, priors, the other models of
-    covariance, `partial_fit`, `icl`, `standard_errors`.
+    New features are `sample_weight`, tensors on any device, chunks of samples, missing values, priors, mclust's
+    covariance models, `partial_fit`, `icl` and `standard_errors`.
 
     Args:
         n_components: K.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``, or one of mclust's fourteen models, such
-            as ``"VEV"``: whether components differ in volume, shape and orientation (E: equal, V: varying, I: aligned
-            with the axes), for samples in memory. Covariances of a model are matrices (K, D, D).
-        tol: The fit has converged when eight steps together gain no more than `tol`, in nats per sample, or four no
-            more than a tenth of it. Steps are extrapolated, so about `tol` is left to gain, but more on a plateau near
-            a saddle. With ``accelerate="none"``: when one step gains no more than `tol`; 0 takes all `max_iter` steps.
+            as ``"VEV"``. The letters say whether components differ in volume, shape and orientation (E: equal,
+            V: varying, I: aligned with the axes). A model needs samples in memory, and its covariances are matrices
+            (K, D, D).
+        tol: The fit has converged when eight steps together gain at most `tol`, in nats per sample, or four steps at
+            most a tenth of it. Steps are extrapolated, so the remaining gain is about `tol`, or more on a plateau near
+            a saddle. With ``accelerate="none"``: when one step gains at most `tol`; 0 takes all `max_iter` steps.
         reg_covar: Added to every variance, in the data's units squared.
         max_iter: The most EM steps. 0 sets the attributes to the start.
         n_init: Number of starts; the best fit is kept.
@@ -153,22 +155,23 @@ class GaussianMixture(BaseMixture):
             mean.
         precisions_init: Inverse covariances, shaped by the type. None: by `init_params`.
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
-        warm_start: Whether `fit` goes on from the last fit's parameters; `n_init` is then ignored.
+        warm_start: Whether `fit` continues from the last fit's parameters; `n_init` is then ignored.
         verbose: 1 shows progress, 2 also the time.
-        verbose_interval: Steps between two lines of progress where it is not drawn in a terminal.
+        verbose_interval: Steps between two lines of progress, if the output is not a terminal.
         accelerate: ``"anderson"`` or ``"squarem"``: extrapolate the steps, and take jumps that do not lower the
             likelihood. ``"none"``: plain EM.
         missing: Whether NaN is a missing value. Fits and predictions then use the exact density of the observed values;
-            a sample without any value has no effect on the parameters. For the four types, and samples in memory.
-        prior: Maximise the posterior density given a `Prior`, ``"default"`` being `Prior.default` of the samples.
-            `lower_bound_` and `history_` are then the log-likelihood plus the log-prior over N. For the four types.
+            a sample without any value has no effect on the parameters. Only for the four types and samples in memory.
+        prior: A `Prior`, or ``"default"`` for `Prior.default` of the samples: maximise the posterior density.
+            `lower_bound_` and `history_` are then the log-likelihood plus the log-prior over N. Only for the four
+            types. None: maximise the likelihood.
         learning_decay: The step of batch t in `partial_fit` is ``(t + learning_offset) ** -learning_decay``: above 0.5
             and at most 1 to converge, 0 to follow samples that drift.
         learning_offset: See `learning_decay`.
         callback: Called after each step with the number of steps and the log-likelihood.
-        n_init_keep: None: each start is iterated to its end. Otherwise, for the four types without a prior or missing
-            values, all starts are iterated together until each gains little, and only so many of the best go on. That
-            is faster, and may drop the start that would have ended highest.
+        n_init_keep: None: each start is iterated to its end. A number, which takes effect for the four types without a
+            prior or missing values: all starts are iterated together until each gains little, and only this number of
+            the best continue. That is faster, but may drop the start that would have ended highest.
 
     Attributes:
         weights_: (K,).
@@ -179,8 +182,8 @@ class GaussianMixture(BaseMixture):
         converged_: Whether the fit converged.
         n_iter_: EM steps that the fit took.
         lower_bound_: Log-likelihood of the attributes, nats per sample.
-        history_: Log-likelihood at the start and after each step that was taken, (n,). It never falls. With several
-            starts it begins where the others were dropped.
+        history_: Log-likelihood at the start and after each EM step, (n,). It never falls. With several starts it
+            begins where the others were dropped.
         lower_bounds_: `history_` without the start, as a list.
         collapsed_: Indices of the degenerate components, which are empty or would be singular without `reg_covar`. A
             `CollapseWarning` names them.
@@ -298,10 +301,10 @@ class GaussianMixture(BaseMixture):
     def partial_fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
         """Take one step of online EM by a batch of samples, which are not kept.
 
-        The first batch also makes the start, by `init_params` and a few steps of EM, and the parameters stay there
-        until 20 samples a component were seen. After `fit`, the start is the result of `fit`, which counts as its
-        samples in batches of this size. Later batches may have any size. `lower_bound_` is the log-likelihood of the
-        batch before its step, `history_` has the values of all batches, and `n_iter_` counts the batches.
+        The start comes from the first batch, by `init_params` and a few EM steps. The parameters stay there until 20
+        samples for each component have been seen. After `fit`, the start is the fitted mixture, and the fitted samples
+        count as earlier batches of this size. Later batches may have any size. `lower_bound_` is the log-likelihood of
+        the batch before its step, `history_` has the values of all batches, and `n_iter_` counts the batches.
 
         Args:
             X: (B, D), at least `n_components` samples in the first batch; or chunks, each a batch.
@@ -345,8 +348,8 @@ class GaussianMixture(BaseMixture):
         Args:
             X: (N, D), the samples that were fitted.
             sample_weight: (N,), the weights that were used in the fit.
-            method: ``"louis"`` or ``"sem"``, which assume that the samples come from such a mixture, or ``"sandwich"``,
-                which does not: see `toolkit.em.information.standard_errors`.
+            method: ``"louis"`` or ``"sem"``, which assume that the samples come from such a mixture; or ``"sandwich"``,
+                which does not assume this (see `toolkit.em.information.standard_errors`).
 
         Returns:
             ``weights``, ``means`` and ``covariances`` -> their standard errors, of the same shapes.
@@ -404,7 +407,7 @@ class GaussianMixture(BaseMixture):
 
     @property
     def parameters_(self) -> GaussianParameters:
-        """The fitted mixture as `toolkit.em` has it, float64: for `surrogate`, `standard_errors`, `gradient_em`."""
+        """The fitted mixture as `toolkit.em` parameters, float64: for `surrogate`, `standard_errors`, `gradient_em`."""
         check_is_fitted(self, "weights_")
         return self._parameters()
 
