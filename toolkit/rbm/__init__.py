@@ -1,4 +1,4 @@
-"""Restricted Boltzmann machines, and the contrastive divergence that trains them."""
+"""Restricted Boltzmann machines and their training by contrastive divergence."""
 
 from typing import TYPE_CHECKING
 

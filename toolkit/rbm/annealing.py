@@ -1,8 +1,8 @@
 r"""Estimates of log Z by annealed importance sampling, from below and from above.
 
-Chains move from a machine without weights, :math:`f_0`, whose Z is known, to the machine, or back, through the
-intermediate machines :math:`f_\beta(v) = \sum_h e^{-E_\beta(v, h)}`. Each chain accumulates a weight, whose mean is a
-ratio of the Z at both ends. The weights sum out the hidden units.
+Chains move from a machine without weights, :math:`f_0`, whose Z is known, to the machine itself, or back, through the
+intermediate machines :math:`f_\beta(v) = \sum_h e^{-E_\beta(v, h)}`. Each chain accumulates an importance weight, whose
+expectation is the ratio of Z at the two ends. The hidden units are summed out of the weights.
 
 N chains, V visible units, H hidden units, K inverse temperatures. Where visible units are categorical each has Q
 columns, and tensors of visible units have V Q columns. All is in nats.
@@ -32,7 +32,7 @@ _CHUNK = 2**18  # numbers of a layer per chunk, so that three buffers stay in th
 
 @dataclass(frozen=True, eq=False)
 class LogPartition:
-    r"""An estimate of log Z, from one side.
+    r"""An estimate of log Z, from below or from above.
 
     Forward, the mean of the N weights w is an unbiased estimate of :math:`Z / Z_0`; in reverse, of :math:`Z_0 / Z`. The
     logarithm is concave, so two numbers are bounds **in expectation**, lower bounds forward and upper bounds in
@@ -70,8 +70,8 @@ class LogPartition:
     def standard_error(self) -> float:
         r"""Standard error of `estimate`, by the delta method: :math:`\mathrm{sd}(w) / (\bar w \sqrt N)`.
 
-        The value is reliable while it is small, for example below 0.3. If a few chains carry all the weight, it is too
-        small; `effective_sample_size` shows this case.
+        The standard error is reliable while it is small, for example below 0.3. If a few chains carry all the weight,
+        it is an underestimate; `effective_sample_size` shows this case.
         """
         return math.sqrt(max(0.0, self.chains / self.effective_sample_size - 1) / (self.chains - 1))
 
@@ -112,12 +112,12 @@ class LogPartition:
 class Sandwich:
     """Estimates of log Z from both sides.
 
-    Their distance shows whether the chains were long enough. A single estimate cannot show this, because a wrong
-    estimate can have a small standard error.
+    The distance between the two shows whether the chains were long enough. A single estimate cannot show this, because
+    a wrong estimate can have a small standard error.
 
     Attributes:
-        lower: By AIS.
-        upper: By reverse AIS.
+        lower: The estimate by AIS.
+        upper: The estimate by reverse AIS.
     """
 
     lower: LogPartition
@@ -137,13 +137,13 @@ class Sandwich:
     def estimate(self) -> float:
         r"""The estimate of log Z from both directions: Bennett's acceptance ratio.
 
-        Let u be the N log-weights of the forward chains, and r minus the M log-weights of the reverse ones. It solves
+        Let u be the N log-weights of the forward chains, and -r the M log-weights of the reverse ones. Bisection solves
 
         .. math::
             \sum_{n=1}^N \sigma(u_n - s) = \sum_{m=1}^M \sigma(s - r_m), \qquad s = \log Z - \log Z_0 - \log \tfrac MN
 
-        by bisection. This is the maximum-likelihood estimate of log Z, given the direction of each log-weight. Among
-        estimates from both sets of weights it has the least asymptotic variance. It is no bound.
+        The solution is the maximum-likelihood estimate of log Z, given the direction of each log-weight. Among
+        estimates from both sets of weights it has the least asymptotic variance. It is not a bound.
 
         References:
             Bennett, "Efficient estimation of free energy differences from Monte Carlo data", 1976, equations 12a, 12b.
@@ -203,7 +203,7 @@ def ais(
 
     Raises:
         ValueError: If `chains` or `inverse_temperatures` is too small, the :math:`\beta` do not rise from 0 to 1,
-            `reference` does not have the shape (V,), or it or a parameter is not finite.
+            `reference` does not have the shape (V,), or `reference` or a parameter is not finite.
         TypeError: If `reference` is not a tensor.
 
     References:
@@ -234,7 +234,7 @@ def reverse_ais(
     reference: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> LogPartition:
-    r"""Estimate log Z by reverse annealed importance sampling, from draws of the machine to a machine without weights.
+    r"""Estimate log Z by reverse annealed importance sampling, from draws of this machine to a machine without weights.
 
     .. math::
         \log w = \sum_{k=K-1}^{1} \log f_{\beta_{k-1}}(v_k) - \log f_{\beta_k}(v_k), \qquad
@@ -244,12 +244,12 @@ def reverse_ais(
     :math:`v_{k+1}`; a Gibbs step is its own reversal.
 
     The estimate is an upper bound in expectation **if the starts are draws from the machine**; the standard error needs
-    independent draws. If the chains have not mixed, the estimate can be too low, like AIS. Data in place of draws show
-    the distance between data and model, and give no bound.
+    independent draws. If the chains that made the draws have not mixed, the estimate can be too low, as by AIS. Data
+    in place of draws show the distance between data and model, and give no bound.
 
     Args:
         rbm: The machine.
-        visible: (N, V) or (N, V Q), the start of the chains; N at least 2. Not modified.
+        visible: (N, V) or (N, V Q), the starts of the chains; N at least 2. Not modified.
         inverse_temperatures: As in `ais`.
         reference: As in `ais`.
         generator: As in `ais`.
@@ -349,7 +349,7 @@ def _log_weights(
 def log_weights_by_definition(
     joint: Joint, visible: Tensor, betas: list[float], reference: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """Specify the fast chains: the log-weights by their definition, for all kinds of units."""
+    """Return the log-weights by their definition, for all kinds of units: the specification of the fast chains."""
     log_weights = torch.zeros(len(visible), dtype=torch.float64, device=visible.device)
     before = joint.annealed(betas[0], reference)
     for k, beta in enumerate(betas[1:], start=2):
@@ -493,7 +493,7 @@ def _centred(joint: Joint, reference: Tensor) -> tuple[Joint, Tensor, Tensor | N
 
 
 def check_states(rbm: RBM, visible: Tensor) -> None:
-    """Raise unless `visible` has rows of states that the units can be in; means will not do."""
+    """Raise unless the rows of `visible` are states of the units; means are refused."""
     instance("rbm", rbm, RBM)
     rbm.check_rows(visible, "visible")
     rbm.joint.visible.check(visible, "visible")

@@ -1,16 +1,16 @@
 r"""The exact bias of contrastive divergence: the error of holding the end of a chain constant.
 
 If both layers of a machine can be enumerated, no samples are needed: k Gibbs steps take the data :math:`p_0` to a
-distribution :math:`p_k(\theta) = p_0 T_\theta^k` that can be computed and differentiated. So all updates known as
+distribution :math:`p_k(\theta) = p_0 T_\theta^k` that can be computed and differentiated. So every update known as
 contrastive divergence can be compared with the gradient of the likelihood:
 
 - the usual update, with :math:`p_k` held constant;
 - the gradient of the difference of two Kullback-Leibler divergences, from which Hinton started; he dropped its third
-  term, through :math:`p_k`. With this term the bias is that of twice as many steps, to first order in the distance from
-  the data to the model: :math:`(p_0 - p) T^{2k} \partial \log p` in place of :math:`(p_0 - p) T^k \partial \log p`,
-  since the chain is in detailed balance with the model;
-- the update with that term *added*, which Du and others propose for deep energy-based models. There the term stabilises
-  the sampler; as an estimate of the gradient it doubles the bias, because it is the third term with its opposite sign;
+  term, the derivative through :math:`p_k`. With this term the bias is that of twice as many steps, to first order in
+  the distance from the data to the model: :math:`(p_0 - p) T^{2k} \partial \log p` in place of :math:`(p_0 - p) T^k
+  \partial \log p`, since the chain is in detailed balance with the model;
+- the update of Du and others for deep energy-based models, with the third term *added with the opposite sign*. There
+  the term stabilises the sampler; as an estimate of the gradient the update has twice the bias;
 - the gradient of the surrogate without a block, which also pulls the sampler up the energy.
 
 S visible states, N data, V columns of visible units. Distributions are (S,), in the order of `visible_states`.
@@ -88,7 +88,7 @@ def data_distribution(rbm: RBM | Joint, data: Tensor) -> Tensor:
         data: (N, V).
 
     Raises:
-        ValueError: If `data` is not (N, V) with N > 0 or a row is no state of the visible units; and as for
+        ValueError: If `data` is not (N, V) with N > 0 or a row is not a state of the visible units; and as for
             `visible_states`.
 
     Example:
@@ -137,10 +137,11 @@ def chain_distribution(rbm: RBM | Joint, start: Tensor, *, steps: int) -> Tensor
         steps: k.
 
     Returns:
-        (S,). It carries a gradient if the parameters do: no block is in place.
+        (S,). It carries a gradient if the parameters do; no block is applied.
 
     Raises:
-        ValueError: If `steps` is not positive, `start` is no distribution over the states; and as for `visible_states`.
+        ValueError: If `steps` is not positive or `start` is not a distribution over the states; and as for
+            `visible_states`.
         TypeError: If `start` does not have the type of the parameters.
     """
     steps = integer("steps", steps)
@@ -153,17 +154,17 @@ def chain_distribution(rbm: RBM | Joint, start: Tensor, *, steps: int) -> Tensor
 
 
 def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence: Divergence) -> Tensor:
-    r"""Return a surrogate of CD-k in expectation over all chains.
+    r"""Return a surrogate of CD-k, in expectation over all chains.
 
     With the block :math:`\operatorname{sg}_p` of the chain's distribution, and the block :math:`\operatorname{sg}_E` of
     its energy, the surrogates are
 
     - ``"free_energy"``: :math:`\langle F \rangle_{p_0} - \langle F \rangle_{\operatorname{sg}_p(p_k)}`, the expectation
-      of `contrastive_divergence`. Open, the sampler is pulled up the energy:
+      of `contrastive_divergence`. With the block open the sampler is pulled up the energy:
       :math:`-\sum_v \partial p_k(v) F(v)` is added.
     - ``"kullback_leibler"``: :math:`KL(p_0 \| p) - KL(\operatorname{sg}_p(p_k) \| p)`, whose blocked gradient is the
-      same, the update of CD-k. Open, no term is dropped: Hinton's third term :math:`-\sum_v \partial p_k(v) [F(v) +
-      \log p_k(v)]` is added.
+      same, the update of CD-k. With the block open no term is dropped: Hinton's third term :math:`-\sum_v
+      \partial p_k(v) [F(v) + \log p_k(v)]` is added.
     - ``"improved"``: :math:`\langle F \rangle_{p_0} - \langle F \rangle_{\operatorname{sg}_p(p_k)} +
       \langle \operatorname{sg}_E(F) + \log p_k \rangle_{p_k}`, as Du and others compute it. The third term enters with
       its opposite sign.
@@ -212,7 +213,7 @@ def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence:
 def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[str, Tensor]]:
     r"""Return the exact gradient of the negative log-likelihood, and its approximations by the variants of CD-k.
 
-    Frozen parameters, with ``requires_grad`` off, have gradients too.
+    Gradients of frozen parameters (``requires_grad`` off) are returned too.
 
     Args:
         rbm: The machine.

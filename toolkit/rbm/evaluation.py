@@ -43,7 +43,7 @@ class EstimatedLogLikelihood(NamedTuple):
 
 @no_graph()
 def estimated_log_likelihood(rbm: RBM, visible: Tensor, log_partition: Sandwich) -> EstimatedLogLikelihood:
-    r"""Return both ends and the middle of :math:`\log p(v) = -F(v) - \log Z`, per sample in nats.
+    r"""Return a lower bound, an estimate and an upper bound of :math:`\log p(v) = -F(v) - \log Z`, per sample in nats.
 
     No graph is built. Where log Z can be summed, `RBM.log_likelihood` is exact.
 
@@ -91,8 +91,8 @@ def pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
     .. math::
         p(v_i \mid v_{-i}) = \frac{e^{-F(v)}}{\sum_q e^{-F(v_{-i}, q)}}
 
-    over the states q of the unit, at a cost of N V H instead of the N H of a free energy. The ranking of machines
-    differs from that by likelihood: each unit is predicted from its neighbours, so modes far from all data are not
+    over the states q of the unit, with N V H terms in place of the N H of a free energy. Machines are ranked
+    differently than by likelihood: each unit is predicted from the other units, so modes far from all data are not
     penalised. No graph is built.
 
     Args:
@@ -133,7 +133,7 @@ def pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
 def reconstruction_error(rbm: RBM, visible: Tensor) -> Tensor:
     r"""Return the mean over the columns of :math:`(v - E[v \mid E[h \mid v]])^2`, per sample: a poor proxy.
 
-    The error measures how well one step to the hidden units and back preserves a datum. Training does not optimise it:
+    The error measures how well one step to the hidden units and back preserves a sample. Training does not optimise it:
     it falls when weights grow and chains stop moving, even while the likelihood falls. Use it to check that training
     did not break; compare machines by `RBM.log_likelihood`, or by `estimated_log_likelihood`. No graph is built.
 

@@ -1,1 +1,1 @@
-"""The model: layers of units, their coupling, and the sums over all states."""
+"""The model: layers of units, their coupling, and sums over all states."""

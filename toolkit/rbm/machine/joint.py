@@ -52,7 +52,7 @@ class Joint:
         return Joint(tensors["weights"], *layers)
 
     def to_type(self, dtype: torch.dtype) -> Joint:
-        """Return the machine with parameters of a floating-point dtype; itself if it has this dtype."""
+        """Return the machine with parameters of this floating-point dtype; itself if nothing changes."""
         if all(tensor.dtype == dtype for tensor in self.tensors.values()):
             return self
         return self.with_tensors({name: tensor.to(dtype) for name, tensor in self.tensors.items()})
@@ -109,8 +109,8 @@ class Joint:
         .. math::
             E_\beta = (1 - \beta) E_0 + \beta E, \qquad E_0(v, h) = -a_0(v) - a(h)|_{c = 0}
 
-        :math:`E_0` has the visible biases `reference` and no hidden ones; a Gaussian layer keeps its variance, so that
-        every :math:`E_\beta` has a distribution. With Bernoulli units and a reference of 0, :math:`E_\beta` is
+        :math:`E_0` has the visible biases `reference` and no hidden biases; a Gaussian layer keeps its variance, so
+        that every :math:`E_\beta` defines a distribution. With Bernoulli units and a reference of 0, :math:`E_\beta` is
         :math:`\beta E`. For a Gaussian layer with a reference other than its own biases, :math:`E_\beta` is exact up to
         a constant, which depends only on :math:`\beta` and is 0 at both ends: the biases are interpolated, their
         squares are not.

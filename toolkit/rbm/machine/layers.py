@@ -1,8 +1,8 @@
 r"""The units of one layer: their weights, and their moments and draws given the other layer.
 
 A machine couples two layers by :math:`s(v)^\top W h`. Given one layer, the units of the other are independent, with
-weights :math:`e^{a(u) + x \cdot s(u)}`, where the *input* x comes from the coupling. A layer provides all its functions
-of x to the machine. It is a view of the machine's parameters and holds no state.
+weights :math:`e^{a(u) + x \cdot s(u)}`, where the *input* x comes from the coupling. All methods are functions of x and
+of the machine's parameters; a layer holds no state of its own.
 
 U units, C columns that represent them (more than U only for categorical units), Q states of a categorical unit.
 """
@@ -110,7 +110,7 @@ class Layer:
     def check(self, units: Tensor, argument: str) -> None:
         """Raise ValueError unless all units are in a valid state.
 
-        The check reads all values; machines leave it to the readers of data.
+        The check reads all values, so it is made where data are read, not in the machine.
         """
         if not bool(units.isfinite().all()):
             raise ValueError(f"`{argument}` should be finite. Found {_first(units, ~units.isfinite())}.")
@@ -199,7 +199,7 @@ class Bernoulli(Layer):
             raise ValueError(f"`{argument}` should be between 0 and 1. Found {_first(units, outside)}.")
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
-        r"""Return :math:`b_i = \log (n_i + 1) / (N - n_i + 1)`, where n of N rows are 1; finite by the added counts."""
+        r"""Return :math:`b_i = \log (n_i + 1) / (N - n_i + 1)`, where n of N rows are 1; never infinite."""
         count = _count(units)
         return {"bias": ((count + 1) / (len(units) - count + 1)).log().to(_floating(units))}
 
@@ -250,7 +250,7 @@ class Gaussian(Layer):
         return self.bias + x
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw the units given their input: their mean and noise, so that the derivative is that of a shift."""
+        """Draw the units given their input, as mean plus noise: a differentiable function of the input."""
         mean = self.mean(x)
         dtype = torch.promote_types(mean.dtype, torch.float32)
         # In the order of the indices, however `mean` lies in memory.
@@ -373,7 +373,7 @@ class Rectified(Layer):
         a(n) = b n - \frac{n^2}{2} - \sum_{m=1}^n \log(1 - q^m), \qquad s(n) = n
 
     so that the machine has an energy. The noisy rectified unit, max(0, x + noise of variance :math:`\sigma(x)`),
-    approximates a draw: `noisy_sample`.
+    approximates a draw (see `noisy_sample`).
 
     References:
         Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, sections 2 and 3.
@@ -408,8 +408,8 @@ class Rectified(Layer):
     def noisy_sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Draw noisy rectified units, :math:`\max(0, y + \sqrt{\sigma(y)} \, \epsilon)` at y = x + b, (\*, C).
 
-        Noisy units are real numbers, not counts, and have the conditional mean and variance of counts only roughly. A
-        chain of noisy units is therefore not a chain of the machine.
+        Noisy units are real numbers, not counts; their conditional mean and variance only approximate those of counts.
+        A chain of noisy units is therefore not a Markov chain of the machine.
 
         References:
             Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2, which also
@@ -486,7 +486,7 @@ def _log_ways(counts: Tensor) -> Tensor:
 def draw_bernoulli(mean: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return a draw: 1 with probability `mean`, else 0. Its derivative is zero, as for `torch.bernoulli`.
 
-    The uniform numbers are multiples of 2^-24 in every dtype: the same generator draws the same for all.
+    The uniform numbers are multiples of 2^-24 in every dtype, so that a generator draws the same for all dtypes.
     """
     uniform = fill_uniform(torch.empty(mean.shape, dtype=torch.float32, device=mean.device), generator)
     if not carries_gradient(mean):

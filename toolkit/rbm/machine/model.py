@@ -149,9 +149,9 @@ class RBM(nn.Module):
         return Joint(self.weights, visible, hidden)
 
     def start_at_base_rates(self, data: Tensor) -> None:
-        r"""Give the visible units the frequencies of the data, in place, as a machine without weights would have them.
+        r"""Set the visible parameters, in place, so that a machine without weights has the frequencies of the data.
 
-        Zeros and ones are treated as in `base_rate_bias`; categories alike, with one added count each; real units get
+        Zeros and ones are treated as in `base_rate_bias`; so are categories, with one added count each. Real units get
         the mean and variance of the data.
 
         Args:
@@ -171,7 +171,7 @@ class RBM(nn.Module):
                 getattr(self, f"visible_{name}").copy_(values)
 
     def forward(self, visible: Tensor) -> Tensor:
-        """Return the free energy, so that `torch.func.functional_call` has something to call."""
+        """Return the free energy; `forward` exists for `torch.func.functional_call`."""
         return self.free_energy(visible)
 
     def energy(self, visible: Tensor, hidden: Tensor) -> Tensor:
@@ -240,8 +240,8 @@ class RBM(nn.Module):
     def log_partition(self) -> Tensor:
         r"""Return :math:`\log Z = \log \sum_{v, h} e^{-E(v, h)}` in nats, exactly.
 
-        The states of the layer that has fewer are enumerated, in chunks; the other layer is summed in closed form. The
-        gradient is `model_statistics`: memory does not grow with the number of states.
+        The states of the layer with fewer states are enumerated in chunks; the other layer is summed in closed form.
+        The gradient is `model_statistics`: memory does not grow with the number of states.
 
         Returns:
             A scalar, at least in float32.
@@ -260,7 +260,7 @@ class RBM(nn.Module):
         r"""Return :math:`\log p(v) = -F(v) - \log Z` in nats, per sample, exactly; a density if v is real.
 
         The values of `visible` are not checked. For invalid values, such as 16 for a Bernoulli unit, the formula is
-        evaluated too, but the result is no probability.
+        still evaluated, but the result is not a log-probability.
 
         Args:
             visible: (\*, V) or (\*, V Q), states of the visible units.
@@ -375,7 +375,7 @@ def base_rate_bias(data: Tensor) -> Tensor:
         (V,).
 
     Raises:
-        ValueError: If `data` has no rows, is no matrix, or has values outside of 0 to 1.
+        ValueError: If `data` has no rows, is not a matrix, or has values outside of 0 to 1.
         TypeError: If `data` is not a tensor.
 
     References:
