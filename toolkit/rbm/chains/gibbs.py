@@ -37,9 +37,9 @@ def gibbs(
               mean plus noise, and has the derivative of the mean.
             - ``"straight_through"``: the same draw, bit for bit, with the derivative of the mean (Bengio, Léonard &
               Courville, "Estimating or propagating gradients through stochastic neurons", 2013).
-            - ``"mean_field"``: the mean. It uses no random numbers and is no Markov chain of the model.
+            - ``"mean_field"``: the mean. It uses no random numbers and is not a Markov chain of the model.
             - ``"concrete"``: a relaxed draw, between the states of the units, with a true derivative (Maddison, Mnih &
-              Teh, "The concrete distribution", 2017). Real units are drawn. It is no chain of the model.
+              Teh, "The concrete distribution", 2017). Real units are drawn. It is not a chain of the model.
             - ``"noisy_rectified"``: max(0, x + noise) in place of counts (Nair & Hinton, "Rectified linear units
               improve restricted Boltzmann machines", 2010). All other units are drawn. It is only roughly a chain of
               the model.

@@ -39,7 +39,7 @@ def gibbs_langevin(
     adjusted: bool = False,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Run chains of Langevin moves of Gaussian visible units, whose step size is in units of their variance.
+    r"""Run chains of Langevin moves of Gaussian visible units, with the step size in units of their variance.
 
     .. math::
         v' = v + \tfrac\epsilon2 (m - v) + \sqrt\epsilon \, \sigma \xi, \qquad \xi \sim N(0, 1), \qquad m = b + W h
@@ -57,15 +57,15 @@ def gibbs_langevin(
 
     while moves down the free energy are accepted for all units of a row at once.
 
-    `gibbs` draws the visible units given the hidden ones exactly, at the same cost, and changes modes no later than
-    adjusted moves with drawn hidden units. Use Langevin moves where the path matters: for samples that should stay
-    close to their start, or to study the leak through a path.
+    `gibbs` draws the visible units given the hidden ones exactly, at the same cost, and moves between modes at least as
+    fast as adjusted moves with drawn hidden units. Use Langevin moves where the path matters: for samples that should
+    stay close to their start, or to study the leak through a path.
 
     Args:
         rbm: The machine, whose visible units are Gaussian.
         visible: (N, V), the start of the chains.
         steps: The number of steps.
-        step_size: :math:`\epsilon`, between 0 and 4; or a sequence with one for each step.
+        step_size: :math:`\epsilon`, between 0 and 4; or a sequence of one value for each step.
         moves: The number of moves in each step.
         hidden: ``"drawn"``: Gibbs-Langevin sampling, with hidden units drawn at the start of each step.
             ``"summed_out"``: plain Langevin sampling of the free energy, without draws of hidden units.
@@ -80,7 +80,7 @@ def gibbs_langevin(
 
     Raises:
         ValueError: If the visible units are not Gaussian, `visible` does not have V columns, `steps` or `moves` is not
-            positive, a step size is out of range, their number differs from `steps`, or `hidden` is unknown.
+            positive, a step size is out of range, the number of step sizes is not `steps`, or `hidden` is unknown.
         TypeError: If `visible` does not have the type of the parameters.
 
     References:

@@ -24,8 +24,8 @@ class TemperedState:
     Attributes:
         visible: (T, M, V), the visible units at each temperature; the last is that of the model.
         hidden: (T, M, H), the hidden units from which `visible` was drawn.
-        replica: (T, M), the index of the temperature at which the state at this place started.
-        fresh: (T, M), whether this state has visited the first temperature since its last visit to the last
+        replica: (T, M), the index of the temperature at which each state started.
+        fresh: (T, M), whether each state has visited the first temperature since its last visit to the last
             temperature.
         arrivals: (M,), the number of fresh states that arrived at the last temperature.
         steps: Number of steps taken; even steps swap the pairs (0, 1), (2, 3), ..., odd steps (1, 2), (3, 4), ...
@@ -79,7 +79,7 @@ def new_state(visible: Tensor, hidden: Tensor) -> TemperedState:
 
 
 def check_state(state: TemperedState, n_temperatures: int, joint: Joint) -> None:
-    """Raise a ValueError or TypeError unless a state is one of this machine at so many temperatures."""
+    """Raise a ValueError or TypeError unless a state fits this machine and this number of temperatures."""
     instance("state", state, TemperedState)
     n_visible, n_hidden = joint.weights.shape[-2:]
     for name, units, columns in (("visible", state.visible, n_visible), ("hidden", state.hidden, n_hidden)):

@@ -1,7 +1,7 @@
 r"""Parallel tempering: the same machine at many temperatures, with swaps between neighbours.
 
-A Gibbs chain stays in one mode for a long time. At a high temperature modes are connected. Swaps move states there and
-back, and preserve the distribution at every temperature.
+A Gibbs chain stays in one mode for a long time. At a high temperature modes are connected. Swaps move states to high
+temperatures and back, and preserve the distribution at every temperature.
 
 T temperatures, M chains at each, N data, V columns of the visible layer, H of the hidden one. Energies are in nats.
 """
@@ -110,15 +110,15 @@ def parallel_tempering(
 
     Args:
         rbm: The machine, with any kind of units.
-        state: From `tempered_start`, or of the last call. Only its visible units influence the next steps.
-        inverse_temperatures: (T,), :math:`\beta`, increasing, between 0 and 1. The last should be 1, so that its states
-            are draws from the model.
+        state: From `tempered_start`, or of the last call. Only the visible units influence the next steps.
+        inverse_temperatures: (T,), :math:`\beta`, increasing, between 0 and 1. The last should be 1, so that the states
+            there are draws from the model.
         steps: The number of steps.
         reference: (V,), the visible biases of the machine without weights, see `Joint.annealed`. None: 0, so that
             :math:`E_\beta` is :math:`\beta E` for zeros and ones; the machine's own biases if the units are Gaussian.
         swaps: ``"joint"``, states of both layers by their joint energies; or ``"marginal"``, visible units by the free
             energies of both temperatures, with the hidden units drawn once more at the end.
-        chain: The output of a unit, as in `gibbs`, except ``"concrete"``, whose relaxed units are no state of any
+        chain: The output of a unit, as in `gibbs`, except ``"concrete"``, whose relaxed units are not a state of any
             machine. A derivative follows its state through swaps; the acceptance of a swap has derivative zero.
         generator: Draws units and swaps. None: torch's default generator.
 
@@ -226,10 +226,10 @@ class TemperingDiagnosis:
         barrier: :math:`\Lambda = \sum_i r_i`, with the rejection rates :math:`r_i` of the swaps. With enough
             temperatures it hardly depends on their choice, and measures the distance between the machines at both ends.
         arrival_rate: Fresh states that arrive at the last temperature per step and chain: 1 / the return time.
-        expected_arrival_rate: :math:`1 / (2 + 2 \sum_i r_i / (1 - r_i))`, the arrival rate if every state forgot its
-            energy between two swaps.
-        suggested_temperatures: :math:`2 \Lambda + 1`, rounded up, the number of temperatures that gives the most
-            arrivals for the work.
+        expected_arrival_rate: :math:`1 / (2 + 2 \sum_i r_i / (1 - r_i))`, the arrival rate if the energies of a state
+            at successive swaps were independent.
+        suggested_temperatures: :math:`2 \Lambda + 1`, rounded up, the number of temperatures with the most arrivals per
+            unit of work.
     """
 
     barrier: float
@@ -241,8 +241,8 @@ class TemperingDiagnosis:
 def diagnose_tempering(before: TemperedState, after: TemperedState, swap_rates: Tensor) -> TemperingDiagnosis:
     """Measure how well the swaps carry fresh states from the first temperature to the last.
 
-    If the arrival rate is far below the expected rate, the Gibbs steps between the swaps mix badly. Then more steps, or
-    a better first machine, help; more temperatures do not.
+    If the arrival rate is far below the expected rate, the Gibbs steps between the swaps mix badly. In this case more
+    steps or a better first machine help; more temperatures do not.
 
     Args:
         before: The state at which counting begins, after the chains have forgotten their start.
@@ -359,7 +359,8 @@ def adapt_temperatures(
         (T,), the inverse temperatures, and the state of the chains.
 
     Raises:
-        ValueError: If `rounds` is not positive, there are fewer than two temperatures; and as for `parallel_tempering`.
+        ValueError: If `rounds` is not positive or there are fewer than two temperatures; and as for
+            `parallel_tempering`.
 
     Example:
         >>> rbm, generator = RBM(6, 4, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
@@ -434,7 +435,7 @@ def _marginal_probabilities(
 
 
 def as_temperatures(inverse_temperatures: Tensor | Sequence[float]) -> Tensor:
-    """Return inverse temperatures as float64; raise a TypeError if they are no numbers."""
+    """Return inverse temperatures as float64; raise a TypeError if they are not numbers."""
     try:
         return torch.as_tensor(inverse_temperatures, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):

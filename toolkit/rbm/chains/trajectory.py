@@ -1,7 +1,7 @@
 r"""Trajectory tempering: the same machine at many ages, with swaps between neighbours.
 
-A Gibbs chain stays in one mode for a long time. Early in training modes are connected. Swaps move states there and
-back, and preserve the distribution of every machine.
+A Gibbs chain stays in one mode for a long time. Early in training modes are connected. Swaps move states to early
+machines and back, and preserve the distribution of every machine.
 
 T machines, M chains of each. Energies are in nats.
 """
@@ -54,9 +54,9 @@ def trajectory_tempering(
 ) -> tuple[TemperedState, TrajectoryRatios]:
     r"""Take steps of trajectory tempering: a Gibbs step of each machine, then swaps of neighbouring machines.
 
-    Machines saved during training take the place of temperatures, from a machine that is easy to sample to the last. A
-    model with a phase transition in its temperature often has none along its training. The visible units of two
-    machines are exchanged with the probability
+    Machines saved during training take the place of temperatures, from a machine that is easy to sample to the last
+    machine. A model with a phase transition in its temperature often has no transition along its training. The visible
+    units of two machines are exchanged with the probability
 
     .. math::
         \min\{1, e^{F_i(v_i) + F_j(v_j) - F_i(v_j) - F_j(v_i)}\}
@@ -66,9 +66,9 @@ def trajectory_tempering(
     energies. The hidden units `TemperedState.hidden` are drawn after the swaps.
 
     The same free energies give the ratios of neighbouring partition functions, from the states of both machines
-    (Bennett's acceptance ratio). That of a first machine without weights is known, :math:`\log Z_0 = \sum \log \sum_v
-    e^{a(v)} + \sum \log \sum_h e^{a(h)}` (`Layer.log_normaliser` of 0), and with the sum of the log-ratios it gives log
-    Z of the last machine.
+    (Bennett's acceptance ratio). The partition function of a first machine without weights is known, :math:`\log Z_0 =
+    \sum \log \sum_v e^{a(v)} + \sum \log \sum_h e^{a(h)}` (`Layer.log_normaliser` of 0). Plus the sum of the log-ratios
+    it is log Z of the last machine.
 
     Machines that differ only in temperature, ``[joint.annealed(beta) for beta in betas]``, are possible too.
 
@@ -86,8 +86,8 @@ def trajectory_tempering(
         numbers for each step until it ends.
 
     Raises:
-        ValueError: If there are no machines, they differ in their units or sizes, `state` does not have their number or
-            sizes, or `steps` is not positive.
+        ValueError: If there are no machines, they differ in their units or sizes, `state` does not have the number or
+            the sizes of the machines, or `steps` is not positive.
 
     References:
         Béreux, Decelle, Furtlehner, Rosset & Seoane, "Fast training and sampling of restricted Boltzmann machines",

@@ -1,6 +1,6 @@
 """The outputs of a chain's units, given the input from the other layer.
 
-The kinds differ in their derivatives; two kinds have the same value.
+The kinds differ in their values or derivatives; `sampled` and `straight_through` have the same values.
 """
 
 from __future__ import annotations

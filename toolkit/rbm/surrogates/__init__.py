@@ -1,1 +1,1 @@
-"""Losses whose gradients are the updates of learning, with their blocks."""
+"""Losses whose gradients are the learning updates, and their blocks."""

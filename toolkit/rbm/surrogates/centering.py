@@ -2,8 +2,8 @@ r"""Centring: the gradient in coordinates that are invariant to flips and shifts
 
 The energy of a centred machine subtracts offsets from the units, :math:`(s(v) - \mu)^\top W (h - \lambda)`. With biases
 :math:`b' = b + W \lambda` and :math:`c' = c + W^\top \mu` its distribution is that of the machine with b and c, but a
-gradient step in :math:`(W, b', c')` differs. Here the surrogate takes this step; the machine and its parameters are
-unchanged.
+gradient step in :math:`(W, b', c')` differs. Here the surrogate's gradient is this step; the machine keeps its own
+parameters.
 
 N data, V columns of visible units, H hidden units.
 """
@@ -60,7 +60,7 @@ class Offsets:
 
 
 def centering_offsets(rbm: RBM | Joint, data: Tensor, *, previous: Offsets | None = None, rate: float = 1.0) -> Offsets:
-    r"""Return the means of both layers over the data, or a sliding mean over batches.
+    r"""Return the means of both layers over the data, or running means over batches.
 
     .. math::
         \mu \leftarrow (1 - \nu) \mu + \nu \, \frac1N \sum_n s(v_n), \qquad

@@ -1,9 +1,10 @@
-"""Contrastive divergence: surrogates to differentiate, and the update rules that their gradients follow.
+"""Contrastive divergence: surrogates to differentiate, and their gradients in closed form.
 
-The surrogate is a difference of energies, lowered at the data and raised at negative samples. The update rule of
-contrastive divergence holds the samples constant. It is the gradient of no function (Sutskever & Tieleman, "On the
-convergence properties of contrastive divergence", 2010). The derivative through the samples depends on the units of the
-chain: it is zero for draws; otherwise it pulls the sampler *up* the energy, towards improbable samples.
+The surrogate is a difference of energies: descent lowers the energy at the data and raises it at negative samples. The
+update rule of contrastive divergence holds the samples constant. This rule is the gradient of no function (Sutskever &
+Tieleman, "On the convergence properties of contrastive divergence", 2010). The derivative through the samples depends
+on the units of the chain: it is zero for draws; otherwise it pulls the sampler *up* the energy, towards improbable
+samples.
 
 N data, M negative samples, V visible units, H hidden units. Losses are in nats per sample.
 """
@@ -93,11 +94,11 @@ def contrastive_divergence(
     Raises:
         ValueError: If `data` is not (N, V) with N > 0 or not finite, or has values outside of the units' range; if
             `steps` is not positive, `energy` is unknown, or `chain` and `temperature` are invalid for `gibbs`.
-        TypeError: If `rbm` is no machine, or `data` does not have the type of the parameters.
+        TypeError: If `rbm` is not a machine, or `data` does not have the type of the parameters.
 
     References:
-        Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5; its third term
-        is dropped there, and blocked here.
+        Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5, whose third
+        term is dropped there, and blocked here.
 
     Example:
         >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
@@ -145,7 +146,7 @@ def persistent_contrastive_divergence(
     Raises:
         ValueError: If `data` or `chains` has no rows or not V columns, `steps` is not positive, `energy` is unknown,
             or `chain` and `temperature` are invalid for `gibbs`.
-        TypeError: If `rbm` is no machine, or `data` or `chains` does not have the type of the parameters.
+        TypeError: If `rbm` is not a machine, or `data` or `chains` does not have the type of the parameters.
 
     References:
         Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
@@ -172,8 +173,8 @@ def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
     By Fisher's identity its gradient is that of the free energy, in the parameters and in `visible`. Its value is
     larger by the entropy of the posterior (for rectified units also by terms that do not depend on the parameters). The
     leak of the block is the gradient of that entropy, :math:`-x_j \operatorname{Var}[h_j \mid v]` at the input :math:`x
-    = c + W^\top s(v)` of unit j. With the block open the gradient is that of another model's output, the expected
-    energy of Elfwing and others.
+    = c + W^\top s(v)` of unit j. With the block open the gradient is that of the expected energy itself, the output of
+    the model of Elfwing and others.
 
     Args:
         rbm: The machine, or a `Joint`.
@@ -184,7 +185,7 @@ def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
 
     Raises:
         ValueError: If `visible` does not have V columns.
-        TypeError: If `rbm` is no machine, or `visible` does not have the type of the parameters.
+        TypeError: If `rbm` is not a machine, or `visible` does not have the type of the parameters.
 
     References:
         Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
@@ -229,7 +230,7 @@ def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
 
     Raises:
         ValueError: If `data` or `negative` has no rows or not V columns.
-        TypeError: If `rbm` is no machine, or `data` or `negative` does not have the type of the parameters.
+        TypeError: If `rbm` is not a machine, or `data` or `negative` does not have the type of the parameters.
 
     References:
         Hinton, "A practical guide to training restricted Boltzmann machines", 2010, sections 2 and 3.3.
@@ -247,7 +248,7 @@ def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
 def likelihood_gradient(rbm: RBM, data: Tensor) -> dict[str, Tensor]:
     """Return the exact gradient of the mean *negative* log-likelihood, which contrastive divergence approximates.
 
-    It is `cd_gradient` with the model's expectations in place of the negative samples.
+    The gradient is `cd_gradient` with the model's expectations in place of the negative samples.
 
     Args:
         rbm: The machine; its smaller layer is enumerated.
@@ -258,7 +259,7 @@ def likelihood_gradient(rbm: RBM, data: Tensor) -> dict[str, Tensor]:
 
     Raises:
         ValueError: If `data` has no rows or not V columns, or both layers are too large to enumerate.
-        TypeError: If `rbm` is no machine, or `data` does not have the type of the parameters.
+        TypeError: If `rbm` is not a machine, or `data` does not have the type of the parameters.
 
     Example:
         >>> from toolkit.rbm import RBM
@@ -277,7 +278,7 @@ def _difference(minuend: dict[str, Tensor], subtrahend: dict[str, Tensor]) -> di
 def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
     """Return the machine as a function of its parameters; raise unless all `rows` fit its visible units.
 
-    The values of `data` are checked as well, but not in compiled code, where reading them would end the graph.
+    The values of `data` are checked as well, except in compiled code, where reading them would break the graph.
     """
     joint = joint_of(rbm)
     for argument, value in rows.items():
@@ -291,7 +292,7 @@ def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
 def persistent_surrogate(
     joint: Joint, data: Tensor, move: Callable[[], Tensor], energy: Energy = "free"
 ) -> tuple[Tensor, Tensor]:
-    """Return the surrogate whose negative samples are the chains that `move` returns, and these chains, constants."""
+    """Return the surrogate with the chains that `move` returns as negative samples; and these chains, as constants."""
     with graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
         moved = move()
     negative = stop_gradient(moved, NEGATIVE_SAMPLES)

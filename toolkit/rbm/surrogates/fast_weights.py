@@ -1,4 +1,4 @@
-r"""Fast weights: offsets of the parameters that drive persistent chains away from states that they visited.
+r"""Fast weights: offsets of the parameters that drive persistent chains away from the states they have visited.
 
 N data, M chains, V columns of visible units, H hidden units.
 """
@@ -46,9 +46,9 @@ def fast_persistent_contrastive_divergence(
         L = \frac1N \sum_n F_\theta(v_n) - \frac1M \sum_m F_\theta(\operatorname{sg}(v_m^{(k)})), \qquad
         v_m^{(k)}: \text{k Gibbs steps of the machine } \theta + \theta_{\text{fast}}
 
-    The surrogate is that of `persistent_contrastive_divergence`, but the chains see an energy that is raised at their
-    current states. The energies in the surrogate are those of the machine without fast weights. Update the fast weights
-    with the surrogate's gradient, by `updated_fast_weights`.
+    The surrogate is that of `persistent_contrastive_divergence`, but the chains move in an energy that fast weights
+    raise at the current states. The energies in the surrogate are those of the machine without fast weights. Update the
+    fast weights with the surrogate's gradient, by `updated_fast_weights`.
 
     Args:
         rbm: The machine, or a `Joint`, as in `contrastive_divergence`.
@@ -103,7 +103,7 @@ def updated_fast_weights(
     Args:
         fast: Names of parameters -> fast weights.
         gradients: The same names at least -> the gradient g of the surrogate, to descend.
-        learning_rate: :math:`\eta_{\text{fast}}`; it stays constant while the rate of the parameters is lowered.
+        learning_rate: :math:`\eta_{\text{fast}}`; keep it constant while the rate of the parameters falls.
         decay: :math:`\rho`, the share that is kept in each update.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Contrastive divergence whose negative samples come from other chains than Gibbs steps: Langevin moves, and tempering.
+"""Contrastive divergence with negative samples by Langevin moves or parallel tempering, in place of Gibbs steps.
 
 T temperatures, N data, M negative samples, V visible units. Losses are in nats per sample.
 """
@@ -48,11 +48,11 @@ def langevin_contrastive_divergence(
     .. math::
         L = \frac1N \sum_n F(v_n) - \frac1M \sum_m F(\operatorname{sg}(v_m^{(k)}))
 
-    The chains may start at the data (contrastive divergence), at noise (as Liao and others do, so that the same number
-    of steps later draws from the machine, starting at noise), or at the ends of the last call (persistent).
+    The chains may start at the data (contrastive divergence), at noise (as Liao and others do, so that after training
+    the same number of steps from noise draws from the machine), or at the ends of the last call (persistent).
 
-    The path from the start to the negative samples is differentiable in the parameters at every move, so the leak
-    without the block is large: the surrogate then also raises the energy by moving the samples.
+    The path from the start to the negative samples is differentiable in the parameters at every move, so the leak with
+    the block open is large: the surrogate then also raises the energy by moving the samples.
 
     Args:
         rbm: The machine, whose visible units are Gaussian.
@@ -123,7 +123,7 @@ def tempered_contrastive_divergence(
         (T - 1,).
 
     Raises:
-        ValueError: If `data` has no rows or not V columns, the last temperature is not 1; and as for
+        ValueError: If `data` has no rows or not V columns, or the last inverse temperature is not 1; and as for
             `parallel_tempering`.
         TypeError: If `data` does not have the type of the parameters.
 
