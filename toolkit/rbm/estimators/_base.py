@@ -73,8 +73,8 @@ class _Training:
 class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """A restricted Boltzmann machine with scikit-learn's interface.
 
-    Results are computed from the public attributes, which a user may set. A subclass defines the kind of its visible
-    units, and the coordinates in which the machine sees the data.
+    Results are computed from the public attributes, which a user may set. A subclass defines the kind of visible units,
+    and the coordinates in which the machine sees the data.
     """
 
     n_components: int
@@ -452,7 +452,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @no_graph()
     def reconstruct(self, X: object) -> Array:
-        """Return the means of the visible units, given the means of the hidden units, given the data.
+        """Return the means of the visible units given the hidden units at their means given the data.
 
         Args:
             X: (N, D), as in `transform`.
@@ -495,8 +495,8 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         """Draw from the model.
 
         If one of the layers has at most 20 binary units, draws are exact, from all states of this layer. Otherwise
-        Gibbs chains draw, starting at the ends of the chains of training; if the model has distant modes, the chains
-        may stay in their modes.
+        draws are by Gibbs chains that start at the ends of the training chains; if the model has distant modes, the
+        chains may stay in their modes.
 
         Args:
             n_samples: N.
@@ -530,7 +530,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @property
     def log_partition_(self) -> float:
-        """Log Z of the machine in its coordinates, nats, as used by `log_likelihood`."""
+        """Log Z of the machine in the coordinates of training, nats, as used by `log_likelihood`."""
         check_is_fitted(self, "components_")
         with no_graph():
             rbm = copy.deepcopy(self._machine()).double()
@@ -558,8 +558,8 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def log_likelihood(self, X: object) -> Array:
         """Return the log-likelihood of each row, exactly where a layer can be enumerated.
 
-        Where both layers have more than 2^25 states, log Z is estimated by annealed importance sampling with 500 chains
-        and 1000 temperatures. In expectation the likelihood is then too high; `toolkit.rbm.sandwich` of `rbm_`
+        If both layers have more than 2^25 states, log Z is estimated by annealed importance sampling with 500 chains
+        and 1000 temperatures. The log-likelihood is then too high in expectation; `toolkit.rbm.sandwich` of `rbm_`
         estimates by how much.
 
         Args:

@@ -11,7 +11,7 @@ _PATIENCE = 2.0  # seconds
 
 
 class Notice:
-    """Prints the time that a fit still takes, once, to stderr.
+    """Prints the remaining time of a fit, once, to stderr.
 
     Args:
         name: Name of the estimator.

@@ -40,7 +40,7 @@ class ExactTrainer:
 
     @property
     def chains(self) -> None:
-        """None."""
+        """None: there are no chains."""
         return
 
     def step(self, data: Tensor, *, learning_rate: float) -> None:
@@ -67,7 +67,7 @@ class ExactTrainer:
                 parameter.sub_(learning_rate * (gradient[name] + decay.get(name, 0.0)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state that the next steps depend on."""
+        """Return the state on which the next steps depend."""
         if self._offsets is None:
             return {}
         return {"visible_offset": self._offsets.visible.clone(), "hidden_offset": self._offsets.hidden.clone()}

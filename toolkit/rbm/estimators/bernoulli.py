@@ -52,10 +52,10 @@ class BernoulliRBM(BaseRBM):
 
     - **Batches.** Rows are in a new random order in each epoch. Each side of an update is a mean over its own rows,
       also for a smaller last batch, and for a batch of any size in `partial_fit`, which returns the estimator.
-    - **Training.** It starts at visible biases with the frequencies of the data, and uses centred gradients with weight
-      decay. The learning rate falls to 0, and there are more updates, for the best likelihood. With one of
-      `learning_rate`, `batch_size` and `n_iter`, the others are scikit-learn's, and so are plain gradients and visible
-      biases of `fit` that start at 0. scikit-learn's own training is ``learning_rate=0.1, batch_size=10, n_iter=10,
+    - **Training.** The visible biases start at the frequencies of the data, gradients are centred and weights decay.
+      The learning rate falls to 0, and there are more updates, for the best likelihood. If one of `learning_rate`,
+      `batch_size` and `n_iter` is given, scikit-learn's defaults hold for the others, gradients are plain, and in `fit`
+      visible biases start at 0. scikit-learn's own training is ``learning_rate=0.1, batch_size=10, n_iter=10,
       offset_rate=None, weight_decay=0, schedule="constant"``.
     - **`score_samples`** is deterministic: the expectation of scikit-learn's score, which draws one feature at random.
     - **Data** must be between 0 and 1 in training and in scores. Other values raise an error, unless `binarize` is
@@ -67,7 +67,7 @@ class BernoulliRBM(BaseRBM):
     Args:
         n_components: H.
         learning_rate: The step size; see `schedule`. None: 0.1 if `batch_size` or `n_iter` is given, else
-            :math:`3.2 / \sqrt D`, at most 0.4; a quarter of that in `partial_fit`, where it does not fall.
+            :math:`3.2 / \sqrt D`, at most 0.4; a quarter of that in `partial_fit`, where the rate is constant.
         batch_size: Rows of a batch. None: 10 if `learning_rate` or `n_iter` is given, else 100.
         n_iter: Epochs, passes over all rows. None: enough for 30,000 updates, and at least 10; 10 if
             `learning_rate` or `batch_size` is given.
@@ -87,10 +87,10 @@ class BernoulliRBM(BaseRBM):
             gradients. ``"auto"``: None if `learning_rate`, `batch_size` or `n_iter` is given, else 0.1.
         weight_decay: Factor of the penalty, half the squared weights.
         schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it stays the same. None:
-            twice the rate, which falls in the second half, if `learning_rate`, `batch_size` or `n_iter` is given;
-            else ``"linear"``.
-        average_from: The fraction of training after which parameters are averaged; the result is their mean. None: the
-            last parameters.
+            ``"linear"``; but if `learning_rate`, `batch_size` or `n_iter` is given, twice the rate in the first half of
+            training, falling to 0 in the second.
+        average_from: The fraction of training after which parameters are averaged; the result is their mean. None: no
+            averaging; the result is the last parameters.
         binarize: Features above this threshold become 1, others 0. None: data are zeros and ones, or probabilities.
         checkpoint: A file to which `fit` writes its progress. If the file exists, `fit` resumes, with the same bits as
             without the interruption. The file belongs to one fit: to its data, parameters and random state (if this is

@@ -1,1 +1,1 @@
-"""Training without autograd: the engine that takes the steps, and the loop around it."""
+"""Training without autograd: the trainer of single steps, and the loop around it."""

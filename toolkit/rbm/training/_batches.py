@@ -1,7 +1,7 @@
 """Batches of data in memory, in a file, or given chunk by chunk.
 
 An epoch goes through the chunks, and through the rows of each in a random order; rows that do not fill a batch wait for
-the next chunk. Data in memory are one chunk. So at most one chunk and one batch are held, and data keep their type.
+the next chunk. Data in memory are one chunk. So memory holds at most one chunk and one batch, and data keep their type.
 
 N rows in all, B rows of a chunk, C columns of the visible layer.
 """
@@ -62,11 +62,11 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
         data: As in `train`.
         rbm: The machine to train on the data.
         n_rows: N, if it is known.
-        once: Whether there is one epoch, so that an iterator will do.
+        once: Whether there is only one epoch, so that an iterator is enough.
 
     Raises:
         TypeError: If `data` has none of the types of `train`, or can be read only once and has to be read more often.
-        ValueError: If data in memory do not fit the machine, or are not N rows.
+        ValueError: If data in memory do not fit the machine, or do not have N rows.
     """
     if isinstance(data, np.memmap | np.ndarray | Tensor) and n_rows not in (None, len(data) if data.ndim else 0):
         raise ValueError(f"`n_rows` should be how many rows there are, or None. Found {n_rows}, and {len(data)} rows.")
@@ -124,8 +124,8 @@ def batches(
 ) -> Iterator[tuple[Tensor, int]]:
     """Yield the batches of an epoch, each with the number of its rows on all ranks.
 
-    All ranks yield equally often. A rank with too few rows to fill its batches of a chunk spreads them over the
-    batches, and a rank without rows yields empty batches.
+    All ranks yield the same number of batches. A rank with too few rows to fill its batches of a chunk spreads the rows
+    over the batches, and a rank without rows yields empty batches.
 
     Args:
         chunks: This rank's data.

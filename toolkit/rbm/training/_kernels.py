@@ -1,7 +1,7 @@
-r"""The two phases of an update of a fused trainer: chains move on, and both sides get their hidden means.
+r"""The positive and the negative phase of an update: chains move, and both phases get their hidden means.
 
-The kernel of Bernoulli units works in buffers; the kernel of layers takes its draws from layers of any kind. Both carry
-persistent chains as hidden states.
+`BernoulliKernel` works in buffers; `LayerKernel` draws by layers of any kind. Both carry persistent chains as hidden
+states.
 
 N data of one batch, M chains, T temperatures, V columns of the visible layer, H hidden units.
 """
@@ -25,16 +25,16 @@ __all__ = ["BernoulliKernel", "Kernel", "LayerKernel", "Phases", "parameters_of"
 
 @dataclass
 class Phases:
-    """Both sides of an update: rows of negative samples first, then the data. A trainer may write to all of it.
+    """Both phases of an update: rows of negative samples first, then the data. A trainer may write to all tensors.
 
-    The views of the rows are attributes: in an update of a small machine a view takes as long as a product.
+    The views of the rows are stored: in an update of a small machine, making a view takes as long as a product.
 
     Attributes:
         visible: (M + N, V), the visible states.
-        statistic: (M + N, V), the factor of the weights in the energy; the memory of `visible` if they are equal.
+        statistic: (M + N, V), the factor of the weights in the energy; shares the memory of `visible` if it is equal.
         hidden: (M + N, H), the hidden means.
         n_negative: M.
-        to_visible: (M + N, V), the input that the hidden means give the visible units; only for Gaussian ones.
+        to_visible: (M + N, V), the input of the visible units from the hidden means; only for Gaussian units.
         share: (M + N,), the part of each row in the update: -1/M and 1/N.
     """
 
@@ -55,7 +55,7 @@ class Phases:
         self.positive_mT = self.statistic[m:].mT, self.hidden[m:].mT
 
     def other_gradients(self, rbm: RBM) -> dict[str, Tensor]:
-        """Return the update of the visible parameters that are neither weights nor biases."""
+        """Return the gradients of the visible parameters that are neither weights nor biases."""
         if self.to_visible is None:
             return {}
         layer = rbm.joint.visible
@@ -64,13 +64,13 @@ class Phases:
 
 
 def parameters_of(rbm: RBM) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights, visible and hidden biases, without the search of a module's attributes: 0.9 µs for each."""
+    """Return weights, visible and hidden biases; saves a module's attribute lookup, 0.9 µs each."""
     found: dict[str, Any] = rbm._parameters
     return found["weights"], found["visible_bias"], found["hidden_bias"]
 
 
 class Kernel(ABC):
-    """The interface of kernels to a trainer."""
+    """The interface between kernels and a trainer."""
 
     n_chains: int
     """M; 0 if the chains start at the data."""
@@ -84,7 +84,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
-        """Move the chains on, and return both sides of the update, valid until the next call."""
+        """Move the chains, and return both phases of the update, valid until the next call."""
 
     @property
     def swap_rates(self) -> Tensor | None:
@@ -92,7 +92,7 @@ class Kernel(ABC):
         return None if self._swaps is None else self._swaps.rates
 
     def state(self) -> dict[str, Tensor]:
-        """Return the chains, and how often pairs were swapped; not copied."""
+        """Return the chains and the counts of swaps, not copied."""
         state = {} if self.chains is None else {"chains": self.chains}
         return state if self._swaps is None else state | self._swaps.state()
 
@@ -117,11 +117,11 @@ class Swaps:
 
     @property
     def rates(self) -> Tensor:
-        """(T - 1,), the part of the swaps that were accepted."""
+        """(T - 1,), the fraction of accepted swaps."""
         return self.accepted / self.tried
 
     def rows(self, difference: Tensor, generator: torch.Generator | None) -> Tensor:
-        r"""Return the indices of the T M rows with which the temperatures go on.
+        r"""Return the indices of the T M rows from which the temperatures continue.
 
         A swap is accepted with probability :math:`\min(1, e^{(\beta_i - \beta_j) (D_i - D_j)})`.
 
@@ -152,7 +152,7 @@ class Swaps:
 class BernoulliKernel(Kernel):
     """Phases of a machine of zeros and ones, in buffers.
 
-    The rows of a batch lie in one piece: copies of the chains at other temperatures, the chains, and the data.
+    The rows of a batch are contiguous: copies of the chains at other temperatures, the chains, and the data.
 
     Args:
         rbm: The machine.
@@ -204,7 +204,7 @@ class BernoulliKernel(Kernel):
         return None if self._shape is None else self._states.view(self._shape)
 
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
-        """Move the chains on, and return both sides of the update."""
+        """Move the chains, and return both phases of the update."""
         rbm, views = self._rbm, self._views.get(data.shape[0]) or self._views_for(data.shape[0])
         to_hidden, to_visible = self._products.to_hidden, self._products.to_visible
         self._products.use(rbm, fast, None if self._swaps is None else self._reference)
@@ -343,7 +343,7 @@ class _Views(NamedTuple):
 
 
 class LayerKernel(Kernel):
-    """Phases of a machine of any units, by the draws of its layers. Its arguments are as in `BernoulliKernel`."""
+    """Phases of a machine of any units, by the draws of its layers. The arguments are those of `BernoulliKernel`."""
 
     def __init__(
         self,
@@ -365,7 +365,7 @@ class LayerKernel(Kernel):
         return self._states
 
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
-        """Move the chains on, and return both sides of the update."""
+        """Move the chains, and return both phases of the update."""
         joint = drawn = self._rbm.joint
         data = data.to(joint.weights.dtype)
         if fast is not None:

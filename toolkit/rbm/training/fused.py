@@ -1,4 +1,4 @@
-r"""Training without autograd: the same updates, in place, at little more than the time of their matrix products.
+r"""Training without autograd: the same updates, in place, in little more than the time of their matrix products.
 
 N data of one batch, M negative samples, T temperatures, V columns of the visible layer, H hidden units.
 """
@@ -30,9 +30,9 @@ _FAST_DECAY = 0.95  # of the fast weights at each update, Tieleman & Hinton 2009
 class FusedTrainer:
     r"""Stochastic gradient descent on contrastive divergence, in place: :math:`\theta \leftarrow \theta - \eta g`.
 
-    :math:`g` is `cd_gradient`, the same gradient as by autograd of the blocked surrogate. Here both sides come from one
-    product :math:`[v_-; v_+]^\top [-\tfrac1M h_-; \tfrac1N h_+]`, which is :math:`-g`, and every intermediate result
-    has its buffer. Each side is a mean over its own rows, so a last, smaller batch is weighted correctly.
+    :math:`g` is `cd_gradient`, the same gradient as by autograd of the blocked surrogate. Here both phases come from
+    one product :math:`[v_-; v_+]^\top [-\tfrac1M h_-; \tfrac1N h_+]`, which is :math:`-g`, and every intermediate
+    result has a buffer. Each phase is a mean over its own rows, so a smaller last batch is weighted correctly.
 
     The source of the negative samples:
 
@@ -42,14 +42,14 @@ class FusedTrainer:
       so that a mean :math:`E[h \mid v_-]` serves the update and the next draw: five matrix products (V, H, batch) for
       k = 1 instead of six.
     - With `chains` and `inverse_temperatures`: parallel tempering. Each of the M chains has a copy at every
-      temperature; neighbours are swapped by their joint energies after every step, and those at :math:`\beta = 1` are
-      the negative samples.
-    - With `chains` and `fast_rate`: the chains belong to a machine with additional fast weights, which learn fast and
+      temperature; neighbours are swapped by their joint energies after every step, and the chains at :math:`\beta = 1`
+      are the negative samples.
+    - With `chains` and `fast_rate`: the chains belong to a machine with additional fast weights. These learn fast and
       decay, and so make the chains mix.
 
     Args:
         rbm: The machine, of any kind of units; all its parameters are updated, also those without ``requires_grad``.
-        batch_size: The most rows that `step` will see.
+        batch_size: The most rows of a batch.
         steps: k, the number of Gibbs steps.
         chains: (M, H), hidden states at which persistent chains start, zeros for example; (T, M, H) with
             `inverse_temperatures`, or (M, H) for all temperatures; copied. None: the chains start at the data.
@@ -62,12 +62,12 @@ class FusedTrainer:
         weight_decay: :math:`\lambda` in :math:`g + \lambda W`, in the coordinates of the update; biases do not decay.
         product_dtype: The dtype of the matrix products that draw samples. ``torch.bfloat16``: zeros and ones are exact
             there, weights are rounded; the update's own product keeps the dtype of the parameters. ``"auto"``:
-            bfloat16 if a product of this size takes less than 0.8 of the time with it, measured once; so on processors
-            with AMX and on GPUs, not with AVX512-BF16 alone. None: the dtype of the parameters. Only for Bernoulli
-            units.
+            bfloat16 if it takes less than 0.8 of the time for a product of this size, measured once; this holds on
+            processors with AMX and on GPUs, not with AVX512-BF16 alone. None: the dtype of the parameters. Only for
+            Bernoulli units.
         generator: Draws the chains, on the machine's device. None: torch's default generator.
-        group: Processes that hold parts of each batch and of the chains. Each calls `step` with its own rows, zero or
-            more, and all get the same update, the update of the joined rows. None: this process alone.
+        group: Processes that hold parts of each batch and of the chains. Each process calls `step` with its own rows,
+            zero or more, and all get the same update, that of all rows together. None: this process alone.
 
     Raises:
         ValueError: If `batch_size` or `steps` is not positive, a rate is out of its range, inverse temperatures do not
@@ -158,7 +158,7 @@ class FusedTrainer:
 
     @property
     def chains(self) -> Tensor | None:
-        """(M, H), or (T, M, H): the hidden states that the next step starts from and overwrites; None without them."""
+        """(M, H), or (T, M, H): the hidden states that the next step starts from and overwrites, or None."""
         return self._kernel.chains
 
     @property
@@ -168,7 +168,7 @@ class FusedTrainer:
 
     @property
     def swap_rates(self) -> Tensor | None:
-        """(T - 1,), the accepted part of the swaps of neighbouring temperatures; None without temperatures."""
+        """(T - 1,), the fraction of accepted swaps of neighbouring temperatures; None without temperatures."""
         return self._kernel.swap_rates
 
     def step(self, data: Tensor, *, learning_rate: float) -> None:

@@ -62,10 +62,11 @@ def train(
 
     With a `checkpoint`, a call that finds the file resumes from it, and ends with the same bits as an uninterrupted
     run. The learning rate may change, and so may `epochs`, but not below the epochs done. With other `epochs` the mean
-    of parameters begins anew, from the new `average_from` and at the earliest where the run resumes. All other settings
-    and the seeds of the generators have to be the same, and are compared. So are data: in memory all rows up to
-    256 MiB, of larger data and of a file some rows from all over them, and of chunks the first one of an epoch. So
-    chunks should be the same if they are read again with the same states of torch's generators. The last digits of
+    of parameters begins anew, from the new `average_from` or where the run resumes, whichever is later.
+
+    All other settings and the seeds of the generators have to be the same, and are compared. Data are compared too: all
+    rows of up to 256 MiB in memory, a sample of the rows of larger data or of a file, and the first chunk of an epoch.
+    So chunks should be the same if they are read again with the same states of torch's generators. The last digits of
     floating-point numbers may differ, as between processors.
 
     On several ranks (`FusedTrainer` with a `group`) each rank calls this function with its own part of the data, which
@@ -75,20 +76,21 @@ def train(
 
     Args:
         trainer: Makes the updates.
-        data: (N, C), a tensor or an array, of any type, which stays (``uint8`` saves memory). Zeros and ones may be
-            probabilities, grey values say, in a floating-point type. A memory-mapped array is read in chunks of 2 MiB.
-            Or chunks (B, C) of such data: an iterable that can be read again for each epoch, such as a list or a
-            DataLoader, or a function that returns one; a plain iterator if `epochs` is 1. One chunk is held at a time.
+        data: (N, C), a tensor or an array, of any type, which is kept (``uint8`` saves memory). In a floating-point
+            type, probabilities such as grey values may take the place of zeros and ones. A memory-mapped array is read
+            in chunks of 2 MiB. Or chunks (B, C) of such data: an iterable that can be read again for each epoch, such
+            as a list or a DataLoader, or a function that returns an iterable; a plain iterator if `epochs` is 1. One
+            chunk is held at a time.
         epochs: Number of passes over the data.
-        learning_rate: The step size, or a function that returns it for the part of training that is done, from 0 to 1:
+        learning_rate: The step size, or a function that returns it for the fraction of training done, from 0 to 1:
             `linear_decay`, `cosine_decay`, or any other.
         generator: Draws the order of the rows; on any device. None: torch's default generator.
-        n_rows: N of this rank. Needed with chunks, unless from a DataLoader, if anything depends on the part of
-            training that is done. It is compared with the rows of the first epoch.
-        average_from: If given, the machine ends with the mean of its parameters over training from this part to the
-            end, 0.5 for the second half: the mean of fewer than 2048 values, evenly spaced.
+        n_rows: N of this rank. Needed with chunks, unless from a DataLoader, if anything depends on the fraction of
+            training done. It is compared with the rows of the first epoch.
+        average_from: The fraction of training from which on parameters are averaged, 0.5 for the second half; the
+            machine ends with the mean of fewer than 2048 values, evenly spaced. None: no averaging.
         checkpoint: The file to write to, and to resume from.
-        checkpoint_every: Updates from one checkpoint to the next; another one is written at the end.
+        checkpoint_every: Updates from one checkpoint to the next; another checkpoint is written at the end.
         callback: Called after each update with the number of updates and the number of the epoch, from 1.
 
     Returns:
@@ -97,7 +99,7 @@ def train(
     Raises:
         DivergenceError: If a parameter, or a tensor of the trainer's state, is not finite. Both are checked every
             hundred updates, before each checkpoint, and at the end. The machine's last finite parameters are restored,
-            and the last checkpoint stays.
+            and the last checkpoint is kept.
         TypeError: If `data` has none of these types, or can be read only once and has to be read more often; if
             `trainer`, `generator`, `checkpoint` or `callback` has the wrong type.
         ValueError: If an argument is out of its range; if data are empty, of another shape, not finite, or not possible
@@ -138,10 +140,10 @@ class Plan:
     """Rates, orders and means of a run: the arguments of `train` of the same names, checked.
 
     Attributes:
-        learning_rate: The step size, or a function of the part of training that is done.
+        learning_rate: The step size, or a function of the fraction of training done.
         generator: Draws the order of the rows.
         n_rows: N of this rank, if the caller knows it.
-        average_from: The part of training from which on parameters are averaged.
+        average_from: The fraction of training from which on parameters are averaged.
         belongs_to: An estimator's parameters, by name, as JSON: a checkpoint is compared with them, and not with seeds.
     """
 
@@ -163,18 +165,18 @@ class Plan:
 
     @property
     def follows_rows(self) -> bool:
-        """Whether anything depends on the part of training that is done, and so on N."""
+        """Whether anything depends on the fraction of training done, and so on N."""
         return callable(self.learning_rate) or self.average_from is not None
 
     def rate(self, part: float) -> float:
-        """Return the learning rate when a part of training is done."""
+        """Return the learning rate after a fraction of training."""
         if not callable(self.learning_rate):
             return self.learning_rate
         return rate_at("learning_rate", self.learning_rate, part)
 
 
 def run_training(trainer: FusedTrainer, data: Data, course: Course, plan: Plan) -> int:
-    """Train as `train` does, with settings that are checked already."""
+    """Train as `train` does, with checked settings."""
     with together(course.group):
         chunks = chunks_of(data, trainer.rbm, n_rows=plan.n_rows, once=course.epochs == 1)
         if not_finite(trainer.rbm.named_parameters()) is not None:

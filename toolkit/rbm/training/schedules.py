@@ -1,4 +1,4 @@
-"""Learning rates that fall while a machine is trained, from the beginning of training, 0, to its end, 1."""
+"""Learning rates that fall during training, as functions of the fraction of training done, from 0 to 1."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
     .. math::
         \eta(t) = \eta_0 \min\Bigl(1, \frac{1 - t}{1 - t_0}\Bigr)
 
-    Persistent chains follow a machine only if it comes to rest.
+    Persistent chains reach the model's distribution only if the machine comes to rest.
 
     Args:
         initial: :math:`\eta_0`, positive.
-        hold: :math:`t_0`, the part of training before the rate falls, less than 1.
+        hold: :math:`t_0`, the fraction of training before the rate falls, less than 1.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -42,7 +42,7 @@ def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
 
 
 def cosine_decay(initial: float) -> Schedule:
-    r"""Return a learning rate that falls to zero as half a cosine does, :math:`\eta_0 (1 + \cos \pi t) / 2`.
+    r"""Return a learning rate that falls to zero along half a cosine, :math:`\eta_0 (1 + \cos \pi t) / 2`.
 
     Args:
         initial: :math:`\eta_0`, positive.
