@@ -1,4 +1,4 @@
-"""Evaluation of machines whose likelihood cannot be summed: estimates, bounds, and proxies.
+"""Evaluation of machines whose partition function cannot be summed: estimates, bounds, and proxies.
 
 N samples, V visible units, H hidden units, Q states of a categorical unit. Where visible units are categorical each has
 Q columns, and tensors of visible units have V Q columns. All values except reconstruction errors are in nats.

@@ -260,7 +260,10 @@ class Model(ABC):
 
     @property
     def keeps_variances(self) -> bool:
-        """Whether an M-step has no variance below the least that was added: volume and shape are shared alike."""
+        """Whether every variance after an M-step is at least `reg_covar`.
+
+        So it is if volume and shape are both equal or both vary, or the shape is the identity.
+        """
         return self.name[1] in (self.name[0], "I")
 
     def n_parameters(self, n_components: int, n_features: int) -> int:

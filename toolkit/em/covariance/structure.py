@@ -152,7 +152,7 @@ class Structure(ABC):
 
     @abstractmethod
     def colour(self, factor: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
-        """Return standard normal noise (N, D) with the covariances of the components `labels` (N,)."""
+        """Turn standard normal noise (N, D) into noise with the covariances of the components `labels` (N,)."""
 
     @abstractmethod
     def squared_distances(self, factor: Tensor, scatter: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Structure(ABC):
 
     @abstractmethod
     def quadratics(self, n_features: int, most: int) -> list[Quadratics]:
-        """Return the quadratic features in groups of about `most`; none if components share the coefficients."""
+        """Return the quadratic features in groups of about `most`; no group if components share the coefficients."""
 
     @abstractmethod
     def coefficients(self, factor: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Samples with missing values, sorted by their pattern of missing features, and one pass of a mixture over them.
 
-Each pattern is factored once, many patterns in one batch.
+The matrices of each pattern are factored once, those of many patterns in one batch.
 
 N samples, D features, K components; P patterns with up to B samples each.
 """
@@ -33,7 +33,7 @@ class Part:
         seen: (P, D): 1 where observed, 0 where missing.
         weights: (P, B); 0 where padded.
         rows: (P, B): the index of each sample; arbitrary where padded.
-        real: (P, B): not padded.
+        real: (P, B): True where not padded.
     """
 
     x: Tensor
@@ -44,7 +44,7 @@ class Part:
 
     @property
     def telling(self) -> Tensor:
-        """The weights with 0 for samples without any value, which would only slow EM down."""
+        """The weights, but 0 for samples without any value, which would only slow EM down."""
         return self.weights * self.seen.amax(-1, keepdim=True)
 
 
@@ -132,8 +132,8 @@ class Pass:
 
     Attributes:
         differences: (K, P, B, D): from the means, 0 where missing.
-        completion: (K, P, D, D), K = 1 if tied: the differences of all features are expected to be
-            ``completion @ differences``. None for diag and spherical: those of missing features are 0.
+        completion: (K, P, D, D), K = 1 if tied: ``completion @ differences`` are the expected differences of all
+            features. None for diag and spherical: the expected differences of missing features are 0.
         root: (K, P, D, D): lower triangular factor of the missing features' precision, with the identity where seen;
             for diag and spherical (K, D or 1): the precisions' factor.
         hidden: (P, D): 1 where missing, 0 where seen.

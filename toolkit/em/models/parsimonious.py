@@ -154,7 +154,7 @@ class ParsimoniousParameters(Located):
         return model_of(self.model)
 
     def unconstrained(self) -> dict[str, Tensor]:
-        """Return free coordinates: those of the structure, ``log_weights`` (K,), free up to a constant, ``means``."""
+        """Return free coordinates: those of the structure, ``means``, and ``log_weights`` (K,), up to a constant."""
         return {"log_weights": self.log_weights, "means": self.means, **self.structure.unconstrained()}
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> ParsimoniousParameters:
@@ -230,7 +230,7 @@ class Climber:
 
 
 def problem_of_constants(data: Prepared, model: Model, reg_covar: float) -> str:
-    """Return the error of constant features, empty if there is none; by rounding, their scatter may differ from 0."""
+    """Return the error message for constant features, or ""; rounding may make their scatter differ from 0."""
     if reg_covar > 0 or not model.structure.shape_of_one(len(data.centre)):
         return ""
     scatter = data.scatter

@@ -117,7 +117,7 @@ Rows: TypeAlias = _Dense | _Sparse | _Chunked
 def read_rows(
     estimator: BaseEstimator, x: object, *, reset: bool, check: Check = lambda block: None, least: int = 1
 ) -> tuple[Rows, Form]:
-    """Return a reader of rows, after one check of all rows, and the form of results.
+    """Check all rows once; return a reader of the rows, and the form of results.
 
     Args:
         estimator: Stores the number and the names of the features, or provides them.
@@ -125,7 +125,7 @@ def read_rows(
             again: matrices, or pairs and lists that begin with a matrix, such as a data loader's batches.
         reset: Whether to learn the features.
         check: Raises an error for values that are invalid for the estimator; called with tensors.
-        least: The fewest rows.
+        least: The least number of rows.
 
     Raises:
         TypeError: If rows are complex, a sparse tensor, or chunks that can be read only once.
