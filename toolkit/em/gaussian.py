@@ -174,7 +174,7 @@ def m_step(
 
     With :math:`N_k = \sum_n r_{nk}`: :math:`\pi_k = N_k / N`, :math:`\mu_k = \sum_n r_{nk} x_n / N_k`,
     :math:`\Sigma_k = \sum_n r_{nk} (x_n - \mu_k)(x_n - \mu_k)^\top / N_k`. Moments are taken about the mean, never as
-    a difference of raw moments. Differentiable; `em_step` is a faster E-step and M-step in one.
+    a difference of raw moments. Differentiable; `em_step` is faster, an E-step and this M-step in one.
 
     Args:
         x: (N, D).

@@ -262,7 +262,7 @@ class Model(ABC):
     def keeps_variances(self) -> bool:
         """Whether every variance after an M-step is at least `reg_covar`.
 
-        So it is if volume and shape are both equal or both vary, or the shape is the identity.
+        This holds if volume and shape are both equal or both vary, or if the shape is the identity.
         """
         return self.name[1] in (self.name[0], "I")
 

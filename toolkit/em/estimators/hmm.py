@@ -60,7 +60,7 @@ class GaussianHMM(BaseHMM):
         converged_: Whether the fit converged.
         n_iter_: EM steps that the fit took.
         log_likelihood_: Nats per step, with the priors' log-densities.
-        history_: `log_likelihood_` at the start and after each EM step, (n,). It never falls.
+        history_: `log_likelihood_` at the start and after each step taken, (n,). It never falls.
         n_features_in_: D.
 
     References:
@@ -189,7 +189,7 @@ class CategoricalHMM(BaseHMM):
         converged_: Whether the fit converged.
         n_iter_: EM steps that the fit took.
         log_likelihood_: Nats per step, with the priors' log-densities.
-        history_: `log_likelihood_` at the start and after each EM step, (n,). It never falls.
+        history_: `log_likelihood_` at the start and after each step taken, (n,). It never falls.
 
     References:
         Rabiner, "A tutorial on hidden Markov models and selected applications in speech recognition", 1989.

@@ -182,7 +182,7 @@ class GaussianMixture(BaseMixture):
         converged_: Whether the fit converged.
         n_iter_: EM steps that the fit took.
         lower_bound_: Log-likelihood of the attributes, nats per sample.
-        history_: Log-likelihood at the start and after each EM step, (n,). It never falls. With several starts it
+        history_: Log-likelihood at the start and after each step taken, (n,). It never falls. With several starts it
             begins where the others were dropped.
         lower_bounds_: `history_` without the start, as a list.
         collapsed_: Indices of the degenerate components, which are empty or would be singular without `reg_covar`. A

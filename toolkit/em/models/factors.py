@@ -168,7 +168,7 @@ class FactorAnalysers(Located):
 
     @property
     def n_parameters(self) -> int:
-        """Number of free parameters, with loadings up to a rotation; at most that of full covariances."""
+        """Number of free parameters: K - 1 weights, means, noise, loadings up to a rotation; at most that of full."""
         k, d, q = self.loadings.shape
         covariances = self.noise.numel() + k * (d * q - q * (q - 1) // 2)
         return k - 1 + k * d + min(covariances, k * d * (d + 1) // 2)

@@ -188,7 +188,7 @@ class StudentMixture(Located):
 
     @property
     def n_parameters(self) -> int:
-        """Number of free parameters, with the degrees of freedom if they are estimated."""
+        """Number of free parameters: K - 1 weights, means, scatters, and degrees of freedom if they are estimated."""
         k, d = self.means.shape
         return k - 1 + k * (d + self.estimate_degrees) + self._structure.n_parameters(k, d)
 

@@ -452,7 +452,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @no_graph()
     def reconstruct(self, X: object) -> Array:
-        """Return the means of the visible units given the hidden units at their means given the data.
+        """Return the means of the visible units, with the hidden units at their means given the data.
 
         Args:
             X: (N, D), as in `transform`.
