@@ -4,7 +4,7 @@
   (`mi_fgsm`, `ni_fgsm`, `di_fgsm`, `ti_fgsm`, `vmi_fgsm`), the nearest example (`deepfool`, `fab`, `ddn`,
   `carlini_wagner`), few changed coordinates (`jsma`, `sparsefool`, `one_pixel`), black-box attacks (`square`, `spsa`),
   and ensembles (`ensemble`, `robust_accuracy`, `robustness_curve`, `evaluate_robustness`). Every attack takes a `Ball`,
-  or in short its fields, as in ``pgd(model, x, labels, epsilon=0.1, norm="l2")``. `EOT` is the mean prediction of a
+  or for short its fields, as in ``pgd(model, x, labels, epsilon=0.1, norm="l2")``. `EOT` is the mean prediction of a
   random model.
 - `training`: a surrogate loss for each training method with its blocks, and `train`, which runs any method.
 - `certificates`: limits that no attack can pass. Exact for linear models and small ReLU networks, bounds for larger

@@ -167,7 +167,7 @@ def kmeans_codebook(
 ) -> Tensor:
     """Return an initial codebook (K, D): k-means of the vectors, by Lloyd's algorithm from random vectors among them.
 
-    A code that no vector chooses stays where it is. The codebook is a constant.
+    A code that no vector chooses stays where it is. The result is a constant.
 
     Args:
         z: (..., D), at least K vectors.

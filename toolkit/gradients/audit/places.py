@@ -63,8 +63,9 @@ class BareBlocks:
         spares: Regions whose writes into older tensors stay blocked.
         is_constant: Says whether a tensor is a constant while every place is closed.
         close_regions: Closes regions behind tensors before a derivative; None without recorded regions.
-        open_regions: Gives the recorded regions that the program is in, those of declared blocks among them.
-        regions_without_casts: Likewise, also where recording is switched on again; autocast keeps no casts there.
+        open_regions: Gives the recorded regions that the program is in, including those of declared blocks.
+        regions_without_casts: Gives the same regions, also where the program turns recording on again; autocast keeps
+            no casts there.
         is_active: Whether the attributes are replaced now.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
         state: The memory that existed before the program ran.
@@ -75,7 +76,7 @@ class BareBlocks:
         undone: Gets the state of older tensors before each change in place; None outside of `undoing`.
         bound_earlier: Function of torch -> the attribute that now stands for it.
         aliases: ``.data`` of a constant -> its place.
-        unrepeated: Recorded regions with a checkpoint, which computes nothing again there.
+        unrepeated: Recorded regions with a checkpoint that recomputes nothing there.
         casts: Weight -> its version at its first cast by autocast, and the regions that it was in.
     """
 
