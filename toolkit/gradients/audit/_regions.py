@@ -260,7 +260,7 @@ def _naming(function: Any, *, by_any_name: bool) -> list[tuple[Any, str]]:
 
 def _holding(function: Any) -> list[tuple[Any, str]]:
     """Return the closures and the classes that hold a function, those of torch left out, and its name there."""
-    if gc.get_freeze_count():
+    if gc.get_freeze_count():  # frozen objects are not searched; frozen again, garbage of today would stay for ever
         gc.unfreeze()
     holders = gc.get_referrers(function)
     holders += gc.get_referrers(*(holder for holder in holders if isinstance(holder, staticmethod)))
