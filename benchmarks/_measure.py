@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-__all__ = ["Row", "side_by_side"]
+__all__ = ["Row", "gradient", "side_by_side", "timed_pair", "timed_row"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,34 @@ def timed_pair(
     _, *pairs = pairs
     mine, others = zip(*pairs, strict=True)
     return statistics.median(a / b for a, b in pairs), statistics.median(mine), statistics.median(others)
+
+
+def timed_row(
+    what: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    goal: str = "",
+    *,
+    note: str = "",
+    steps: int = 1,
+    repeats: int = 15,
+    clock: Callable[[], float] | None = None,
+) -> Row:
+    """Return the row of a `timed_pair`, with the time of one of the `steps` of a call, and a further note."""
+    ratio, *seconds = timed_pair(ours, theirs, repeats, clock)
+    times = " against ".join(readable(each / steps) for each in seconds)
+    return Row(what, ratio, goal, f"{times}, {note}" if note else times)
+
+
+def readable(seconds: float) -> str:
+    """Return a time in the unit in which it has one to three digits before the point."""
+    unit, size = next((pair for pair in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if seconds >= pair[1]), ("ns", 1e-9))
+    return f"{seconds / size:.3g} {unit}"
+
+
+def gradient(loss: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], object]:
+    """Return the program that computes a loss and its gradient with respect to `inputs`."""
+    return lambda: torch.autograd.grad(loss(), inputs)
 
 
 def _seconds(run: Callable[[], object], loops: int, clock: Callable[[], float] | None = None) -> float:

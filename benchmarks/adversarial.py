@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit import unblock
 from toolkit.adversarial import EXAMPLE, adversarial_loss, pgd
 from toolkit.gradients.memory import measure_memory
@@ -36,9 +36,8 @@ def _step(what: str, model: nn.Module, x: Tensor, labels: Tensor, norm: str) -> 
 
     attack = partial(pgd, model, x, labels, epsilon=0.1 if norm == "linf" else 1.0, norm=norm, steps=STEPS)
     goal = "at most 1.05" if norm == "linf" else ""
-    ratio, ours, theirs = timed_pair(attack, floor, repeats=9)
-    note = f"{ours / STEPS * 1e3:.3g} ms against {theirs / STEPS * 1e3:.3g} ms, batch {len(x)}, PGD-{STEPS} in all"
-    return Row(what, ratio, goal, note)
+    note = f"batch {len(x)}, PGD-{STEPS} in all"
+    return timed_row(what, attack, floor, goal, note=note, steps=STEPS, repeats=9)
 
 
 def _block(model: nn.Module, x: Tensor, labels: Tensor) -> Iterator[Row]:
@@ -50,9 +49,8 @@ def _block(model: nn.Module, x: Tensor, labels: Tensor) -> Iterator[Row]:
     def blocked() -> None:
         torch.autograd.grad(loss(), list(model.parameters()))
 
-    ratio, ours, theirs = timed_pair(blocked, _opened(blocked), repeats=9)
-    note = f"{ours * 1e3:.3g} ms against {theirs * 1e3:.3g} ms, MLP, PGD-{STEPS} in L2"
-    yield Row("adversarial training step: blocked / open", ratio, "at most 0.7", note)
+    what, note = "adversarial training step: blocked / open", f"MLP, PGD-{STEPS} in L2"
+    yield timed_row(what, blocked, _opened(blocked), "at most 0.7", note=note, repeats=9)
     peak, open_peak = measure_memory(loss).peak, _opened(lambda: measure_memory(loss).peak)()
     note = f"{peak / 2**20:.1f} MiB against {open_peak / 2**20:.1f} MiB"
     yield Row("adversarial training step: peak bytes, blocked / open", peak / open_peak, "at most 0.25", note)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit.datasets import digits
 from toolkit.rbm import (
     RBM,
@@ -58,9 +58,7 @@ def _temperature(n_visible: int, n_hidden: int, chains: int, *, steps: int = 30)
         ("its two matrix products", products, "at most 1.3"),
         ("the same by the definition", define, ""),
     ):
-        ratio, ours, others = timed_pair(anneal, theirs, repeats=7)
-        note = f"{ours * 1e3 / steps:.3g} ms against {others * 1e3 / steps:.3g} ms"
-        yield Row(f"AIS, one temperature / {what}, {size}", ratio, goal, note)
+        yield timed_row(f"AIS, one temperature / {what}, {size}", anneal, theirs, goal, steps=steps, repeats=7)
 
 
 def _pseudo_likelihood(n_visible: int, n_hidden: int, samples: int) -> Row:
@@ -77,9 +75,8 @@ def _pseudo_likelihood(n_visible: int, n_hidden: int, samples: int) -> Row:
                 total -= torch.nn.functional.softplus(before - rbm.free_energy(changed))
                 changed[:, unit] = visible[:, unit]
 
-    ratio, ours, theirs = timed_pair(lambda: pseudo_log_likelihood(rbm, visible), flip_one_by_one, repeats=3)
-    note = f"{ours:.3g} s against {theirs:.3g} s"
-    return Row(f"exact pseudo-likelihood / a free energy for each bit, {n_visible} x {n_hidden}", ratio, "", note)
+    what = f"exact pseudo-likelihood / a free energy for each bit, {n_visible} x {n_hidden}"
+    return timed_row(what, lambda: pseudo_log_likelihood(rbm, visible), flip_one_by_one, repeats=3)
 
 
 def _errors(betas: tuple[int, ...], *, chains: int, runs: int) -> Iterator[Row]:

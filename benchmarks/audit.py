@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit.gradients import Audit, audit
 
 N_SITES = 5
@@ -87,8 +87,10 @@ def rows() -> Iterator[Row]:
     assert found.valid, found.reason
     assert len(found.effects) == N_SITES
     size = "ResNet-18, 8 images of 32 x 32"
-    yield _row(f"audit, {N_SITES} places / {N_SITES + 2} forward and backward passes, {size}", audited, plain_passes)
-    yield _row(f"audit, {N_SITES} places / 1 forward, {N_SITES + 2} backward passes, {size}", audited, backward_passes)
+    passes = {f"{N_SITES + 2} forward and": plain_passes, f"1 forward, {N_SITES + 2}": backward_passes}
+    for name, theirs in passes.items():
+        what = f"audit, {N_SITES} places / {name} backward passes, {size}"
+        yield timed_row(what, audited, theirs, "at most 1.1", repeats=5)
     yield _small_step()
 
 
@@ -108,14 +110,8 @@ def _small_step() -> Row:
 
     n_places = len(audit(loss, net).effects)
     assert n_places == 3
-    ratio, seconds, theirs = timed_pair(lambda: audit(loss, net), steps)
     what = f"audit, {n_places} places / {n_places + 1} steps, MLP with two layers, 16 samples"
-    return Row(what, ratio, "at most 4", f"{seconds * 1e3:.3g} ms against {theirs * 1e3:.3g} ms")
-
-
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object]) -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs, repeats=5)
-    return Row(what, ratio, "at most 1.1", f"{seconds:.3g} s against {their_seconds:.3g} s")
+    return timed_row(what, lambda: audit(loss, net), steps, "at most 4")
 
 
 def attributes_of_torch() -> list[object]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit import block, scope, stop_gradient, stop_recording
 
 BLOCK = block("benchmarks.block", "The quantity whose gradient is stopped while it is timed.")
 
 _CALLS = 100  # in one timed program, so that the loop around them is a small part
+_row = partial(timed_row, steps=_CALLS)
 
 
 def rows() -> Iterator[Row]:
@@ -54,9 +56,3 @@ def _repeated(call: Callable[[], object]) -> Callable[[], None]:
             call()
 
     return program
-
-
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str = "") -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs)
-    per_call = (f"{value / _CALLS * 1e9:.0f} ns" for value in (seconds, their_seconds))
-    return Row(what, ratio, goal, " against ".join(per_call))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit import compare, stop_gradient, stop_recording
 from toolkit.gradients import Comparison
 from toolkit.gradients.memory import LiveBytes
@@ -65,8 +65,8 @@ def _runs(n_layers: int, n_samples: int, width: int, goal: float) -> Iterator[Ro
         return [network.without(opened) for opened in variants]
 
     what = f"{len(variants)} plain runs, {network.text}"
-    yield _row(f"compare, {n_layers} blocks / {what}", network.compared, plain_runs, f"at most {goal:g}")
-    yield _row(f"its gradients alone / {what}", gradients, plain_runs)
+    yield timed_row(f"compare, {n_layers} blocks / {what}", network.compared, plain_runs, f"at most {goal:g}")
+    yield timed_row(f"its gradients alone / {what}", gradients, plain_runs)
 
 
 def _steps(n_layers: int, n_samples: int, width: int) -> Iterator[Row]:
@@ -76,8 +76,8 @@ def _steps(n_layers: int, n_samples: int, width: int) -> Iterator[Row]:
     def step() -> tuple[Tensor, ...]:
         return network.without(None)
 
-    yield _row(f"compare, {n_layers} blocks / 1 plain run, {network.text}", network.compared, step, "at most 12")
-    yield _row("print it / 1 plain run", lambda: str(comparison), step, "at most 0.1")
+    yield timed_row(f"compare, {n_layers} blocks / 1 plain run, {network.text}", network.compared, step, "at most 12")
+    yield timed_row("print it / 1 plain run", lambda: str(comparison), step, "at most 0.1")
     size = sum(parameter.nbytes for parameter in network.parameters)
     peaks = []
     for run in (network.compared, step):
@@ -114,9 +114,4 @@ def _loops(n_steps: int) -> Iterator[Row]:
     what = f"{n_steps} passages through one block / 1 plain run"
     stops = [("stop_gradient", lambda hidden: stop_gradient((weight @ hidden).tanh(), "benchmarks.stop"))]
     for name, target in [*stops, ("stop_recording", recorded)]:
-        yield _row(f"compare, {name}, {what}", lambda: compare(lambda: loss(target), weight), plain, "at most 9")  # noqa: B023
-
-
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str = "") -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs)
-    return Row(what, ratio, goal, f"{seconds * 1e3:.3g} ms against {their_seconds * 1e3:.3g} ms")
+        yield timed_row(f"compare, {name}, {what}", lambda: compare(lambda: loss(target), weight), plain, "at most 9")  # noqa: B023

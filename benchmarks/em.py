@@ -14,7 +14,7 @@ from sklearn.datasets import load_iris
 from sklearn.mixture import GaussianMixture
 from torch import Tensor
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_pair, timed_row
 from toolkit import unblock
 from toolkit.em import RESPONSIBILITIES, CovarianceType, GaussianParameters, from_unconstrained, start, surrogate
 from toolkit.em import fit as fit_mixture
@@ -257,13 +257,8 @@ def _without_cache() -> Row:
     def fit(cache: bool) -> None:
         fit_mixture(x, 50, init=first, tol=0, max_iter=1, accelerate="none", cache=cache)
 
-    ratio, seconds, cached = timed_pair(lambda: fit(False), lambda: fit(True), repeats=3)
-    return Row(
-        f"2 passes without / with the transposed copy, {cell}",
-        ratio,
-        "1.15",
-        f"{seconds * 1e3:.0f} ms against {cached * 1e3:.0f} ms",
-    )
+    what = f"2 passes without / with the transposed copy, {cell}"
+    return timed_row(what, lambda: fit(False), lambda: fit(True), "1.15", repeats=3)
 
 
 def _gradient(n_samples: int, n_features: int, n_components: int) -> Row:
@@ -285,13 +280,8 @@ def _gradient(n_samples: int, n_features: int, n_components: int) -> Row:
         with unblock(RESPONSIBILITIES):
             blocked()
 
-    ratio, seconds, open_seconds = timed_pair(blocked, opened)
-    return Row(
-        f"gradient EM: blocked / open, full, {n_samples} x {n_features}, {n_components} components",
-        ratio,
-        "",
-        f"{seconds * 1e3:.3g} ms against {open_seconds * 1e3:.3g} ms, forward + backward",
-    )
+    size = f"full, {n_samples} x {n_features}, {n_components} components"
+    return timed_row(f"gradient EM: blocked / open, {size}", blocked, opened)
 
 
 def problem(cell: Cell) -> tuple[Tensor, GaussianParameters]:

@@ -10,7 +10,7 @@ import numpy as np
 from sklearn import datasets
 from sklearn.mixture import GaussianMixture as Peer
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, readable, timed_pair, timed_row
 from toolkit.em import GaussianMixture
 
 __all__ = ["ON_REQUEST", "problems", "rows"]
@@ -49,39 +49,34 @@ def rows() -> Iterator[Row]:
         warnings.simplefilter("ignore")
         for name, (x, k) in problems().items():
             ours, theirs = GaussianMixture(k, random_state=0), Peer(k, random_state=0)
-            ratio, seconds, their_seconds = timed_pair(
-                lambda x=x, ours=ours: ours.fit(x), lambda x=x, theirs=theirs: theirs.fit(x), repeats=3
-            )
-            ratios.append(ratio)
-            gain = ours.score(x) - theirs.score(x)
-            note = f"{seconds * 1e3:.1f} ms against {their_seconds * 1e3:.1f} ms, {gain:+.1e} nats"
-            yield Row(f"default fit / scikit-learn's, {name}", ratio, "at most 2", note)
-            ours = _reaching(theirs.score(x), x, k)
-            ratio, seconds, _ = timed_pair(
-                lambda x=x, ours=ours: ours.fit(x), lambda x=x, theirs=theirs: theirs.fit(x), repeats=3
-            )
-            as_high.append(ratio)
-            note = f"{seconds * 1e3:.1f} ms with tol={ours.tol:g}"
-            yield Row(f"fit to scikit-learn's likelihood / scikit-learn's, {name}", ratio, "", note)
-        yield Row("default fit, median of the sets", statistics.median(ratios), "at most 1", f"{len(ratios)} sets")
-        yield Row("fit to scikit-learn's likelihood, median of the sets", statistics.median(as_high), "at most 1", "")
+            ratios.append(_fits(f"default fit / scikit-learn's, {name}", x, ours, theirs, "at most 2", repeats=3))
+            yield ratios[-1]
+            what, ours = f"fit to scikit-learn's likelihood / scikit-learn's, {name}", _reaching(theirs.score(x), x, k)
+            as_high.append(_fits(what, x, ours, theirs, repeats=3))
+            yield as_high[-1]
+        for what, measured in (("default fit", ratios), ("fit to scikit-learn's likelihood", as_high)):
+            middle = statistics.median(row.ratio for row in measured)
+            yield Row(f"{what}, median of the sets", middle, "at most 1", f"{len(measured)} sets")
         for name in ("iris", "wine"):
             x, k = problems()[name]
             ours, theirs = (one(k, n_init=10, random_state=0) for one in (GaussianMixture, Peer))
-            ratio, seconds, their_seconds = timed_pair(
-                lambda x=x, ours=ours: ours.fit(x), lambda x=x, theirs=theirs: theirs.fit(x), repeats=5
-            )
-            gain = ours.score(x) - theirs.score(x)
-            note = f"{seconds * 1e3:.1f} ms against {their_seconds * 1e3:.1f} ms, {gain:+.1e} nats"
-            yield Row(f"fit with n_init=10 / scikit-learn's, {name}", ratio, "at most 1", note)
+            yield _fits(f"fit with n_init=10 / scikit-learn's, {name}", x, ours, theirs, "at most 1", repeats=5)
         x, k = problems()["iris"]
         ours, theirs = GaussianMixture(k, random_state=0).fit(x), Peer(k, random_state=0).fit(x)
         for count in (1, len(x)):
-            ratio, seconds, their_seconds = timed_pair(
-                lambda n=count: ours.predict(x[:n]), lambda n=count: theirs.predict(x[:n])
+            yield timed_row(
+                f"predict {count} of iris / scikit-learn's",
+                lambda n=count: ours.predict(x[:n]),
+                lambda n=count: theirs.predict(x[:n]),
+                "at most 1",
             )
-            note = f"{seconds * 1e6:.0f} us against {their_seconds * 1e6:.0f} us"
-            yield Row(f"predict {count} of iris / scikit-learn's", ratio, "at most 1", note)
+
+
+def _fits(what: str, x: np.ndarray, ours: GaussianMixture, theirs: Peer, goal: str = "", *, repeats: int) -> Row:
+    """Return the row of two fits of one set, with the difference of the likelihoods that they reach."""
+    ratio, seconds, their_seconds = timed_pair(lambda: ours.fit(x), lambda: theirs.fit(x), repeats)
+    gain, tol = ours.score(x) - theirs.score(x), f"tol={ours.tol:g}"
+    return Row(what, ratio, goal, f"{readable(seconds)} with {tol} against {readable(their_seconds)}, {gain:+.1e} nats")
 
 
 def _reaching(log_likelihood: float, x: np.ndarray, k: int) -> GaussianMixture:

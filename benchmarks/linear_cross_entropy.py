@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit.softmax import linear_cross_entropy
 
 ON_REQUEST = True
@@ -56,10 +56,11 @@ def _programs(size: tuple[int, int, int]) -> dict[str, Callable[[], tuple[Tensor
 
 def _time(size: tuple[int, int, int]) -> Row:
     programs = _programs(size)
-    ratio, seconds, their_seconds = timed_pair(programs["ours"], programs["all logits"], repeats=5)
-    goal = "at most 1.2" if size == SIZES[0] else ""
-    note = f"{seconds:.3g} s against {their_seconds:.3g} s, forward + backward"
-    return Row(f"linear_cross_entropy / cross_entropy(linear), {_text(size)}", ratio, goal, note)
+    what, goal = (
+        f"linear_cross_entropy / cross_entropy(linear), {_text(size)}",
+        "at most 1.2" if size == SIZES[0] else "",
+    )
+    return timed_row(what, programs["ours"], programs["all logits"], goal, repeats=5)
 
 
 def _memory(size: tuple[int, int, int]) -> Iterator[Row]:

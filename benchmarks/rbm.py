@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.neural_network import BernoulliRBM
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit import unblock
 from toolkit.gradients import measure_memory
 from toolkit.rbm import NEGATIVE_SAMPLES, RBM, FusedTrainer, contrastive_divergence
@@ -45,7 +45,7 @@ def _persistent_update(what: str, goal: str, **options: Any) -> Row:
             torch.mm(visible, weights, out=to_hidden)
             torch.mm(visible.T, hidden, out=update)
 
-    return _row(
+    return timed_row(
         f"{what} / the five matrix products of PCD-1, {n_visible} x {n_hidden}, batch {batch}",
         lambda: trainer.step(data, learning_rate=0.01),
         five_products,
@@ -65,7 +65,7 @@ def _fused_beside_autograd(n_visible: int, n_hidden: int, batch: int) -> Row:
         contrastive_divergence(twin, visible, steps=1, generator=generator).backward()
         optimizer.step()
 
-    return _row(
+    return timed_row(
         f"fused CD-1 update / autograd on the surrogate, {n_visible} x {n_hidden}, batch {batch}",
         lambda: trainer.step(data, learning_rate=0.01),
         descend,
@@ -83,7 +83,7 @@ def _beside_sklearn(batch: int, n_hidden: int, dtype: type[np.floating]) -> Row:
     rbm = RBM(data.shape[1], n_hidden, generator=generator, dtype=data.dtype)
     chains = torch.zeros(batch, n_hidden)
     trainer = FusedTrainer(rbm, batch_size=batch, steps=1, chains=chains, generator=generator)
-    return _row(
+    return timed_row(
         f"fused PCD-1 update / scikit-learn's, digits, {n_hidden} hidden, batch {batch}, {np.dtype(dtype).name}",
         lambda: trainer.step(data[:batch], learning_rate=0.01),
         lambda: theirs._fit(pixels[:batch], random),
@@ -107,7 +107,7 @@ def _blocked_beside_open(n_visible: int, n_hidden: int, batch: int, *, steps: in
             blocked()
 
     size = f"CD-{steps}, {n_visible} x {n_hidden}, batch {batch}"
-    yield _row(f"surrogate and gradient: blocked / open, {size}", blocked, opened)
+    yield timed_row(f"surrogate and gradient: blocked / open, {size}", blocked, opened)
     closed = measure_memory(surrogate).graph
     with unblock(NEGATIVE_SAMPLES):
         open_ = measure_memory(surrogate).graph
@@ -120,8 +120,3 @@ def _machine_and_data(
 ) -> tuple[RBM, torch.Tensor]:
     data = torch.randint(2, (batch, n_visible), generator=generator, dtype=torch.uint8)
     return RBM(n_visible, n_hidden, generator=generator), data
-
-
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str = "") -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs)
-    return Row(what, ratio, goal, f"{seconds * 1e3:.3g} ms against {their_seconds * 1e3:.3g} ms")

@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.neural_network import BernoulliRBM as Theirs
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit.rbm import RBM
 from toolkit.rbm.estimators import BernoulliRBM
 
@@ -34,13 +34,14 @@ def _fit(dtype: type[np.floating], how: str, goal: str, more: dict[str, Any]) ->
     pixels = _pixels(dtype)
     options: dict[str, Any] = {"n_components": 100, "batch_size": 10, "n_iter": 10, "learning_rate": 0.01}
     ours, theirs = BernoulliRBM(**options, **more, random_state=0), Theirs(**options, random_state=0)
-    ratio, seconds, their_seconds = timed_pair(lambda: ours.fit(pixels), lambda: theirs.fit(pixels), repeats=5)
-    steps = 10 * -(-len(pixels) // 10)
-    return Row(
+    return timed_row(
         f"estimator: fit, {how} / scikit-learn's, digits, 100 hidden, batch 10, {np.dtype(dtype).name}",
-        ratio,
+        lambda: ours.fit(pixels),
+        lambda: theirs.fit(pixels),
         goal,
-        f"{seconds / steps * 1e6:.0f} µs a step against {their_seconds / steps * 1e6:.0f} µs, all of a fit counted",
+        note="a step, all of a fit counted",
+        steps=10 * -(-len(pixels) // 10),
+        repeats=5,
     )
 
 
@@ -48,13 +49,8 @@ def _partial_fit(dtype: type[np.floating]) -> Row:
     pixels = _pixels(dtype)[:100]
     options: dict[str, Any] = {"n_components": 100, "batch_size": 100, "learning_rate": 0.01, "random_state": 0}
     ours, theirs = BernoulliRBM(**options), Theirs(**options)
-    ratio, seconds, their_seconds = timed_pair(lambda: ours.partial_fit(pixels), lambda: theirs.partial_fit(pixels))
-    return Row(
-        f"estimator: partial_fit of 100 rows / scikit-learn's, digits, 100 hidden, {np.dtype(dtype).name}",
-        ratio,
-        "",
-        f"{seconds * 1e6:.0f} µs against {their_seconds * 1e6:.0f} µs",
-    )
+    what = f"estimator: partial_fit of 100 rows / scikit-learn's, digits, 100 hidden, {np.dtype(dtype).name}"
+    return timed_row(what, lambda: ours.partial_fit(pixels), lambda: theirs.partial_fit(pixels))
 
 
 def _defaults() -> Row:

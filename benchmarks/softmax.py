@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit import unblock
 from toolkit.gradients.memory import measure_memory
 from toolkit.softmax import SHIFT, cross_entropy, log_softmax, logsumexp, softmax
@@ -49,8 +49,8 @@ def _times(n_samples: int, n_classes: int) -> Iterator[Row]:
     blocked = _gradient(softmax, x, cotangent)
     theirs = _gradient(lambda x: torch.softmax(x, -1), x, cotangent)
     goal = "at most 1.5" if n_samples * n_classes < 1000 else "at most 2.2"
-    yield _row(f"softmax / torch.softmax, {size}", blocked, theirs, goal)
-    yield _row(f"softmax: blocked / open, {size}", blocked, _with_open_block(blocked), "at most 0.75")
+    yield timed_row(f"softmax / torch.softmax, {size}", blocked, theirs, goal)
+    yield timed_row(f"softmax: blocked / open, {size}", blocked, _with_open_block(blocked), "at most 0.75")
     one = torch.ones(())
     for name, ours, torchs, vector in (
         ("log_softmax", log_softmax, lambda x: torch.log_softmax(x, -1), cotangent),
@@ -62,7 +62,9 @@ def _times(n_samples: int, n_classes: int) -> Iterator[Row]:
             one,
         ),
     ):
-        yield _row(f"{name} / torch's, {size}", _gradient(ours, x, vector), _gradient(torchs, x, vector), "at most 1.5")
+        yield timed_row(
+            f"{name} / torch's, {size}", _gradient(ours, x, vector), _gradient(torchs, x, vector), "at most 1.5"
+        )
 
 
 def _times_when_sure(n_samples: int, n_classes: int) -> Row:
@@ -70,7 +72,7 @@ def _times_when_sure(n_samples: int, n_classes: int) -> Row:
     x, cotangent, _ = _data(n_samples, n_classes, scale=30.0)
     theirs = _gradient(lambda x: torch.softmax(x, -1), x, cotangent)
     what = f"softmax / torch.softmax, {n_samples} x {n_classes}, sure of one class"
-    return _row(what, _gradient(softmax, x, cotangent), theirs, "at most 2.2")
+    return timed_row(what, _gradient(softmax, x, cotangent), theirs, "at most 2.2")
 
 
 def _times_compiled(n_samples: int, n_classes: int, goal: str) -> Iterator[Row]:
@@ -80,9 +82,9 @@ def _times_compiled(n_samples: int, n_classes: int, goal: str) -> Iterator[Row]:
     native = torch.compile(lambda x: torch.softmax(x, -1), fullgraph=True)
     size = f"{n_samples} x {n_classes}"
     theirs = _gradient(lambda x: torch.softmax(x, -1), x, cotangent)
-    yield _row(f"compiled softmax / torch.softmax, {size}", compiled, theirs, goal)
-    yield _row(f"compiled softmax / compiled torch.softmax, {size}", compiled, _gradient(native, x, cotangent))
-    yield _row(f"compiled softmax: blocked / open, {size}", compiled, _with_open_block(compiled), "at most 0.75")
+    yield timed_row(f"compiled softmax / torch.softmax, {size}", compiled, theirs, goal)
+    yield timed_row(f"compiled softmax / compiled torch.softmax, {size}", compiled, _gradient(native, x, cotangent))
+    yield timed_row(f"compiled softmax: blocked / open, {size}", compiled, _with_open_block(compiled), "at most 0.75")
 
 
 def _memory(n_samples: int, n_classes: int) -> Iterator[Row]:
@@ -102,8 +104,3 @@ def _memory(n_samples: int, n_classes: int) -> Iterator[Row]:
         yield Row(f"{name}: bytes that the graph keeps, blocked / open, {size}", blocked / opened, "at most 0.51", note)
         note = f"{blocked / 2**20:.1f} MiB"
         yield Row(f"{name}: bytes that the graph keeps / one input, {size}", blocked / one_input, "at most 1.01", note)
-
-
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str = "") -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs)
-    return Row(what, ratio, goal, f"{seconds * 1e3:.3g} ms against {their_seconds * 1e3:.3g} ms, forward + backward")

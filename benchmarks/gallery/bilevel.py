@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit import unblock
 from toolkit.bilevel import FIXED_POINT, INNER_GRADIENT, Solved, adapt, equilibrium, fixed_point, phantom
 from toolkit.gradients.memory import measure_memory
@@ -75,11 +75,11 @@ def _adaptation() -> Iterator[Row]:
             p = torchopt.apply_updates(p, updates, inplace=False)
         return torch.autograd.grad(loss(dict(zip(parameters, p, strict=True))), list(parameters.values()))
 
-    yield _row("first-order MAML / a plain loop, 3 steps", ours, partial(plain, False), "at most 1.3")
-    yield _row("MAML / a plain loop, 3 steps", opened, partial(plain, True), "at most 1.3")
-    yield _row("MAML / higher, 3 steps", opened, of_higher, "at most 1.1")
-    yield _row("MAML / torchopt, 3 steps", opened, of_torchopt, "at most 1.1")
-    yield _row("MAML: blocked / open, 3 steps", ours, opened, "at most 0.8")
+    yield timed_row("first-order MAML / a plain loop, 3 steps", ours, partial(plain, False), "at most 1.3")
+    yield timed_row("MAML / a plain loop, 3 steps", opened, partial(plain, True), "at most 1.3")
+    yield timed_row("MAML / higher, 3 steps", opened, of_higher, "at most 1.1")
+    yield timed_row("MAML / torchopt, 3 steps", opened, of_torchopt, "at most 1.1")
+    yield timed_row("MAML: blocked / open, 3 steps", ours, opened, "at most 0.8")
 
 
 def _layer() -> tuple[Tensor, Tensor, Tensor]:
@@ -117,13 +117,13 @@ def _equilibria() -> Iterator[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for steps in (1, 5):
-            yield _row(
+            yield timed_row(
                 f"phantom, {steps} steps / torchdeq, 32 x 64",
                 partial(one_step, steps),
                 theirs(grad=steps),
                 "at most 1.1",
             )
-        yield _row("equilibrium / torchdeq, 32 x 64", implicit, theirs(ift=True), "at most 1.1")
+        yield timed_row("equilibrium / torchdeq, 32 x 64", implicit, theirs(ift=True), "at most 1.1")
 
 
 def _memory() -> Iterator[Row]:
@@ -148,8 +148,3 @@ def _memory() -> Iterator[Row]:
         "at most 0.1",
         note,
     )
-
-
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str = "") -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs)
-    return Row(what, ratio, goal, f"{seconds * 1e3:.3g} ms against {their_seconds * 1e3:.3g} ms, forward + backward")

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributions import Categorical, kl_divergence
 from torch.nn.functional import cross_entropy, huber_loss
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, gradient, timed_row
 from toolkit.curvature import hessian_product, kl_from_held, robust_loss, scale_gradient
 
 
 def rows() -> Iterator[Row]:
     """Measure forward plus backward in float32."""
     logits, held = torch.randn(256, 64, requires_grad=True), torch.randn(256, 64)
-    yield _row(
+    yield timed_row(
         "kl_from_held / torch.distributions, 256 x 64",
-        _gradient(lambda: kl_from_held(logits, held).mean(), logits),
-        _gradient(lambda: kl_divergence(Categorical(logits=held), Categorical(logits=logits)).mean(), logits),
+        gradient(lambda: kl_from_held(logits, held).mean(), logits),
+        gradient(lambda: kl_divergence(Categorical(logits=held), Categorical(logits=logits)).mean(), logits),
         "at most 1.1",
     )
     r = torch.randn(65536, requires_grad=True)
-    yield _row(
+    yield timed_row(
         "robust_loss / huber_loss of torch without reduction, 65,536",
-        _gradient(lambda: robust_loss(r, kind="huber", scale=1.0).mean(), r),
-        _gradient(lambda: huber_loss(r, torch.zeros_like(r), reduction="none").mean(), r),
+        gradient(lambda: robust_loss(r, kind="huber", scale=1.0).mean(), r),
+        gradient(lambda: huber_loss(r, torch.zeros_like(r), reduction="none").mean(), r),
         "at most 1.1",
     )
-    yield _row(
+    yield timed_row(
         "scale_gradient / x.detach() * (1 - s) + x * s, 65,536",
-        _gradient(lambda: scale_gradient(r, 0.5).sum(), r),
-        _gradient(lambda: (r.detach() * 0.5 + r * 0.5).sum(), r),
+        gradient(lambda: scale_gradient(r, 0.5).sum(), r),
+        gradient(lambda: (r.detach() * 0.5 + r * 0.5).sum(), r),
         "at most 1.1",
     )
     yield from _products()
@@ -56,13 +56,4 @@ def _products() -> Iterator[Row]:
         logits = network(inputs)
         return ggn_vector_product(cross_entropy(logits, labels), logits, network, vector)
 
-    yield _row("Fisher product by kl_from_held / BackPACK's Gauss-Newton product", ours, theirs, "at most 1.1")
-
-
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str) -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs)
-    return Row(what, ratio, goal, f"{1e6 * seconds:.0f} us against {1e6 * their_seconds:.0f} us")
-
-
-def _gradient(loss: Callable[[], Tensor], x: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(loss(), x)
+    yield timed_row("Fisher product by kl_from_held / BackPACK's Gauss-Newton product", ours, theirs, "at most 1.1")

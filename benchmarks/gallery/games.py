@@ -5,31 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, gradient, timed_row
 from toolkit.games import discriminator_loss, generator_loss, reverse_gradient
 
 
 def rows() -> Iterator[Row]:
     """Measure forward plus backward in float32."""
-    yield _row("GAN step in one backward pass / in two with detach and zero_grad, batch 128", *_gan(), "at most 1")
+    yield timed_row("GAN step in one backward pass / in two with detach and zero_grad, batch 128", *_gan(), "at most 1")
     try:
         from pytorch_revgrad import RevGrad
     except ModuleNotFoundError:
         return
     layer, x = RevGrad(alpha=0.5), torch.randn(256, 512, requires_grad=True)
-    ours = _gradient(lambda: reverse_gradient(x, 0.5).sin().sum(), x)
-    yield _row("reverse_gradient / pytorch_revgrad, 256 x 512", ours, _gradient(lambda: layer(x).sin().sum(), x), "")
-
-
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str) -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs)
-    return Row(what, ratio, goal, f"{1e6 * seconds:.0f} us against {1e6 * their_seconds:.0f} us")
-
-
-def _gradient(loss: Callable[[], Tensor], x: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(loss(), x)
+    ours = gradient(lambda: reverse_gradient(x, 0.5).sin().sum(), x)
+    yield timed_row("reverse_gradient / pytorch_revgrad, 256 x 512", ours, gradient(lambda: layer(x).sin().sum(), x))
 
 
 def _gan() -> tuple[Callable[[], object], Callable[[], object]]:

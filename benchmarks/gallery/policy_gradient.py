@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, gradient, timed_row
 from toolkit import policy_gradient as pg
 
 BATCH, TIMES, ACTIONS, SIZE = 256, 20, 6, 4
@@ -62,19 +62,19 @@ def _plain_rows() -> Iterator[Row]:
     def written() -> Tensor:
         return -(logits.log_softmax(-1).gather(1, index)[:, 0] * advantages.detach()).mean()
 
-    yield _row(
+    yield timed_row(
         "policy_gradient_loss / log_softmax and gather",
-        _gradient(lambda: pg.policy_gradient_loss(logits, actions, advantages), logits),
-        _gradient(written, logits),
+        gradient(lambda: pg.policy_gradient_loss(logits, actions, advantages), logits),
+        gradient(written, logits),
         "at most 1.1",
     )
     for times in (TIMES, 500):
         t = _trajectories(times)
         v = t["v"].requires_grad_()
-        yield _row(
+        yield timed_row(
             f"gae_value_loss / a loop over {times} times",
-            _gradient(lambda t=t, v=v: pg.gae_value_loss(t["r"], t["d"], 0.95, v), v),
-            _gradient(lambda t=t, v=v: _value_loop(t["r"], t["d"], v), v),
+            gradient(lambda t=t, v=v: pg.gae_value_loss(t["r"], t["d"], 0.95, v), v),
+            gradient(lambda t=t, v=v: _value_loop(t["r"], t["d"], v), v),
             "at most 1.1",
         )
 
@@ -88,22 +88,22 @@ def _rows_of_torchrl() -> Iterator[Row]:
         columns = t["v"][:, :-1, None], t["v"][:, 1:, None], t["r"][..., None], done, done
         for name in ("generalized_advantage_estimate", "vec_generalized_advantage_estimate"):
             theirs = getattr(functional, name)
-            yield _row(
+            yield timed_row(
                 f"generalised advantages / torchrl's {name}, {times} times",
                 lambda t=t: pg.truncated_generalized_advantage_estimation(t["r"], t["d"], 0.95, t["v"]),
                 lambda theirs=theirs, columns=columns: theirs(0.9, 0.95, *columns),
                 "at most 1.1",
-                "forward",
+                note="forward",
             )
         log_rho = t["rho"].log()[..., None]
-        yield _row(
+        yield timed_row(
             f"vtrace_td_error_and_advantage / torchrl's, {times} times",
             lambda t=t: pg.vtrace_td_error_and_advantage(t["v"][:, :-1], t["v"][:, 1:], t["r"], t["d"], t["rho"]),
             lambda log_rho=log_rho, columns=columns: functional.vtrace_advantage_estimate(
                 0.9, log_rho, 0 * log_rho, *columns
             ),
             "at most 1.1",
-            "forward",
+            note="forward",
         )
 
 
@@ -162,24 +162,8 @@ def _rows_of_rlax() -> Iterator[Row]:
         compiled = torch.compile(torch.func.grad_and_value(ours), fullgraph=True)
         what = f"compiled grad_and_value of {name} / rlax's, jitted"
         # jax computes in threads of its own
-        of_process = partial(_row, clock=time.process_time)
+        of_process = partial(timed_row, clock=time.process_time)
         yield of_process(what, lambda compiled=compiled, inputs=inputs: compiled(*inputs), of_rlax, "at most 1.5")
         leaf = inputs[0].clone().requires_grad_()
-        eager = _gradient(lambda ours=ours, leaf=leaf, inputs=inputs: ours(leaf, *inputs[1:]), leaf)
+        eager = gradient(lambda ours=ours, leaf=leaf, inputs=inputs: ours(leaf, *inputs[1:]), leaf)
         yield of_process(f"eager {name} / rlax's, jitted", eager, of_rlax)
-
-
-def _gradient(loss: Callable[[], Tensor], leaf: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(loss(), leaf)
-
-
-def _row(
-    what: str,
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    goal: str = "",
-    kind: str = "forward + backward",
-    clock: Callable[[], float] | None = None,
-) -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs, clock=clock)
-    return Row(what, ratio, goal, f"{seconds * 1e6:.0f} us against {their_seconds * 1e6:.0f} us, {kind}")

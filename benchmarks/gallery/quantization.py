@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit.quantization import (
     FiniteScalarQuantizer,
     ResidualVectorQuantizer,
@@ -68,11 +68,6 @@ def _step(module: Callable[[Tensor], tuple[Tensor, ...]], z: Tensor) -> Callable
     return step
 
 
-def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str, repeats: int = 15) -> Row:
-    ratio, seconds, their_seconds = timed_pair(ours, theirs, repeats)
-    return Row(what, ratio, goal, f"{1e3 * seconds:.2f} / {1e3 * their_seconds:.2f} ms")
-
-
 def _quantizers() -> Iterator[Row]:
     from vector_quantize_pytorch import VectorQuantize
 
@@ -84,7 +79,7 @@ def _quantizers() -> Iterator[Row]:
         ("codes that learn by their loss", {"learning": "loss"}, {"rotation_trick": False, **by_loss}),
         ("rotation trick", {"estimator": "rotation"}, {"rotation_trick": True}),
     ):
-        yield _row(
+        yield timed_row(
             f"VectorQuantizer / vector-quantize-pytorch, {name}, {size}",
             _step(VectorQuantizer(D, K, **ours), z),
             _step(VectorQuantize(dim=D, codebook_size=K, **theirs), z),
@@ -97,7 +92,7 @@ def _residual() -> Row:
     from vector_quantize_pytorch import ResidualVQ
 
     z = torch.randn(1, 1024, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    return _row(
+    return timed_row(
         f"ResidualVectorQuantizer / vector-quantize-pytorch, 8 stages, 1024 x {D}, {K} codes",
         _step(ResidualVectorQuantizer(D, K, 8), z),
         _step(ResidualVQ(dim=D, num_quantizers=8, codebook_size=K), z),
@@ -111,7 +106,7 @@ def _finite_scalars() -> Row:
 
     levels = [8, 5, 5, 5]
     z = torch.randn(1, 1024, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    return _row(
+    return timed_row(
         "FiniteScalarQuantizer / vector-quantize-pytorch, 1024 x 4",
         _step(FiniteScalarQuantizer(levels), z),
         _step(FSQ(levels), z),
@@ -124,7 +119,7 @@ def _rotation() -> Row:
 
     z, e = torch.randn(2, N, D, generator=torch.Generator().manual_seed(0)).unbind()
     z = z.clone().requires_grad_()
-    return _row(
+    return timed_row(
         f"rotation_trick / rotate_to, {N} x {D}",
         lambda: torch.autograd.grad(rotation_trick(z, e), z, e),
         lambda: torch.autograd.grad(rotate_to(z, e), z, e),
@@ -135,7 +130,7 @@ def _rotation() -> Row:
 def _gumbel() -> Row:
     logits = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     cotangent = torch.randn(4096, 64)
-    return _row(
+    return timed_row(
         "gumbel_softmax / torch, hard, 4096 x 64",
         lambda: torch.autograd.grad(gumbel_softmax(logits), logits, cotangent),
         lambda: torch.autograd.grad(functional.gumbel_softmax(logits, hard=True), logits, cotangent),
@@ -156,7 +151,7 @@ def _spikes() -> Row:
             spikes.append(spiked)
         torch.autograd.grad(torch.stack(spikes).sum(), currents)
 
-    return _row(
+    return timed_row(
         "leaky_integrate_and_fire / snntorch, 25 steps of 128 x 1000",
         lambda: torch.autograd.grad(leaky_integrate_and_fire(currents, decay=0.95).spikes.sum(), currents),
         theirs,

@@ -6,14 +6,15 @@ import copy
 import importlib
 import importlib.machinery
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, gradient, timed_row
 from toolkit.self_supervised import (
     EMATeacher,
     dino_loss,
@@ -23,7 +24,7 @@ from toolkit.self_supervised import (
     swav_loss,
 )
 
-GOAL = "at most 1.1"
+_row = partial(timed_row, goal="at most 1.1")
 
 
 def lightly_module(name: str) -> ModuleType:
@@ -63,22 +64,13 @@ def _data(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def _row(name: str, ours: Callable[[], object], theirs: Callable[[], object]) -> Row:
-    ratio, mine, other = timed_pair(ours, theirs)
-    return Row(name, ratio, GOAL, f"{mine * 1e3:.3g} ms, {other * 1e3:.3g} ms")
-
-
-def _gradient(loss: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(loss(), inputs)
-
-
 def _cosine(n: int, d: int) -> Row:
     p, z = _data(n, d), _data(n, d, seed=1)
     theirs = lightly_module("loss.negative_cosine_similarity").NegativeCosineSimilarity()
     return _row(
         f"negative cosine similarity / lightly, {n} x {d}",
-        _gradient(lambda: negative_cosine_similarity(p, z), p),
-        _gradient(lambda: theirs(p, z.detach()), p),
+        gradient(lambda: negative_cosine_similarity(p, z), p),
+        gradient(lambda: theirs(p, z.detach()), p),
     )
 
 
@@ -88,8 +80,8 @@ def _dino(n_teacher: int, n_student: int, n: int, k: int) -> Row:
     theirs.update_center = lambda teacher: None
     return _row(
         f"DINO / lightly, {n_teacher} and {n_student} views, {n} x {k}",
-        _gradient(lambda: dino_loss(student, teacher, center), student),
-        _gradient(lambda: theirs(list(teacher), list(student)), student),
+        gradient(lambda: dino_loss(student, teacher, center), student),
+        gradient(lambda: theirs(list(teacher), list(student)), student),
     )
 
 
@@ -98,8 +90,8 @@ def _swav(views: int, n: int, k: int) -> Row:
     theirs = lightly_module("loss.swav_loss").SwaVLoss()
     return _row(
         f"SwAV / lightly, {views} views, {n} x {k}",
-        _gradient(lambda: swav_loss(scores), scores),
-        _gradient(lambda: theirs(list(scores), []), scores),
+        gradient(lambda: swav_loss(scores), scores),
+        gradient(lambda: theirs(list(scores), []), scores),
     )
 
 
@@ -115,8 +107,8 @@ def _moco(n: int, d: int, size: int) -> Row:
     theirs = lightly_module("loss.ntx_ent_loss").NTXentLoss(temperature=0.07, memory_bank_size=(size, d))
     return _row(
         f"momentum contrast / lightly, {n} x {d}, {size} keys",
-        _gradient(lambda: moco_loss(q, k, queue), q),
-        _gradient(lambda: theirs(q, k.detach()), q),
+        gradient(lambda: moco_loss(q, k, queue), q),
+        gradient(lambda: theirs(q, k.detach()), q),
     )
 
 

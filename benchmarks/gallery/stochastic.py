@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Normal, OneHotCategoricalStraightThrough
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, gradient, timed_row
 from toolkit.stochastic import (
     dreg_loss,
     iwae_bound,
@@ -104,16 +104,11 @@ def _beside_pyro() -> Row:
         log_joint = Normal(0.0, 1.0).log_prob(z) + Normal(z, 0.6).log_prob(0.9 * one)
         return torch.autograd.grad(iwae_loss(log_joint - q.log_prob(z)), mean)
 
-    ratio, seconds, their_seconds = timed_pair(ours, lambda: bound.loss_and_grads(model, guide))
-    note = f"{seconds * 1e3:.3g} ms against {their_seconds * 1e3:.3g} ms"
-    return Row("iwae_loss / Pyro's RenyiELBO, 8 particles of one number", ratio, "at most 1.1", note)
+    what = "iwae_loss / Pyro's RenyiELBO, 8 particles of one number"
+    return timed_row(what, ours, lambda: bound.loss_and_grads(model, guide), "at most 1.1")
 
 
 def _row(
     what: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], leaves: list[Tensor], goal: str = ""
 ) -> Row:
-    ratio, seconds, their_seconds = timed_pair(
-        lambda: torch.autograd.grad(ours(), leaves), lambda: torch.autograd.grad(theirs(), leaves)
-    )
-    note = f"value and gradient, {seconds * 1e3:.3g} ms against {their_seconds * 1e3:.3g} ms"
-    return Row(what, ratio, goal, note)
+    return timed_row(what, gradient(ours, *leaves), gradient(theirs, *leaves), goal)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, timed_row
 from toolkit.value_learning import (
     categorical_q_learning,
     q_learning,
@@ -25,6 +25,7 @@ from toolkit.value_learning import (
 )
 
 _SIZE, _ACTIONS, _ATOMS, _STEPS = 256, 6, 51, 20
+_NOTE = f"value and gradient, {_SIZE} samples"
 _CALL = "a square alone"  # the cost of a call: it has no goal, and the small losses below are not much above it
 
 # Name -> ours for a batch, rlax's for one sample, and the arguments, by the first of which both are differentiated.
@@ -62,9 +63,8 @@ def _row_above_a_call(call: _Program, program: _Program) -> Row:
     """Compare a small loss with the smallest one, both compiled."""
     (ours, _, arguments), (floor, _, of_floor) = program, call
     joint, least = _joint(ours), _joint(floor)
-    ratio, seconds, floor_seconds = timed_pair(lambda: joint(*arguments), lambda: least(*of_floor))
-    note = f"{seconds * 1e6:.0f} us against {floor_seconds * 1e6:.0f} us, value and gradient, {_SIZE} samples"
-    return Row("compiled TD(0) / compiled square alone", ratio, "", note)
+    what = "compiled TD(0) / compiled square alone"
+    return timed_row(what, lambda: joint(*arguments), lambda: least(*of_floor), note=_NOTE)
 
 
 def _rows(
@@ -88,12 +88,12 @@ def _rows(
         "eager": (lambda: torch.autograd.grad(loss(leaf, *others), leaf), ""),
         "compiled": (lambda: joint(*arguments), "" if name == _CALL or peer != "rlax" else "at most 1.5"),
     }
+
+    def of_rlax() -> object:
+        return jax.block_until_ready(compiled(*arrays))
+
     for form, (program, goal) in forms.items():
-        ratio, seconds, their_seconds = timed_pair(
-            program, lambda: jax.block_until_ready(compiled(*arrays)), clock=time.process_time
-        )
-        note = f"{seconds * 1e6:.0f} us against {their_seconds * 1e6:.0f} us, value and gradient, {_SIZE} samples"
-        yield Row(f"{form} {name} / {peer}", ratio, goal, note)
+        yield timed_row(f"{form} {name} / {peer}", program, of_rlax, goal, note=_NOTE, clock=time.process_time)
 
 
 def _programs(rlax: Any) -> dict[str, _Program]:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks._measure import Row, timed_pair
+from benchmarks._measure import Row, gradient, timed_row
 from toolkit import unblock
 from toolkit.weighting import (
     POTENTIALS,
@@ -36,11 +36,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def _row(what: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], by: Tensor, goal: str = _GOAL) -> Row:
-    def gradient(loss: Callable[[], Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(loss(), by)
-
-    ratio, here, there = timed_pair(gradient(ours), gradient(theirs))
-    return Row(what, ratio, goal, f"{1e3 * here:.2f} ms / {1e3 * there:.2f} ms")
+    return timed_row(what, gradient(ours, by), gradient(theirs, by), goal)
 
 
 def _naive_sigmoid_focal(x: Tensor, t: Tensor) -> Tensor:
