@@ -41,7 +41,7 @@ from toolkit.em.covariance.matrices import FULL, quadratic_form, symmetric_produ
 from toolkit.em.engine import fused
 from toolkit.em.engine import samples as _samples
 from toolkit.em.engine.acceleration import ClimbOptions
-from toolkit.em.engine.ascent import climb_prepared
+from toolkit.em.engine.ascent import GaussianEngine
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, climb_starts
 from toolkit.em.engine.samples import check_rows, prepare
 from toolkit.em.engine.seeding import nearest
@@ -533,7 +533,7 @@ def test_starts_together_climb_as_they_do_alone(data, kind):
     found, values, steps, converged = climb_starts(Mixtures.of(starts, prepared), prepared, **options)
     for i, first in enumerate(starts):
         plain = ClimbOptions(accelerate="none", tol=options["tol"], max_iter=options["max_iter"])
-        alone = climb_prepared(first, prepared, plain, reg_covar=options["reg_covar"], prior=None)
+        alone = GaussianEngine(prepared, options["reg_covar"], None).climb(first, plain)
         assert float(values[i]) == pytest.approx(alone.log_likelihood, abs=1e-11)
         assert (int(steps[i]), bool(converged[i])) == (alone.n_iter, alone.converged)
         assert difference(found.one(i, prepared), alone.parameters) < 1e-7
@@ -675,7 +675,7 @@ def test_a_weight_of_zero_is_a_start():
     data = prepare(x, "diag", 2)
     found, values, _, _ = climb_starts(Mixtures.of([first], data), data, tol=1e-9, max_iter=50, reg_covar=1e-6)
     plain = ClimbOptions(accelerate="none", tol=1e-9, max_iter=50)
-    alone = climb_prepared(first, data, plain, reg_covar=1e-6, prior=None)
+    alone = GaussianEngine(data, 1e-6, None).climb(first, plain)
     assert float(values[0]) == pytest.approx(alone.log_likelihood, abs=1e-10)
     assert float(found.log_weights[0].exp().max()) == pytest.approx(1.0, abs=1e-12)
 

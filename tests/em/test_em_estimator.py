@@ -19,9 +19,9 @@ from values import Frame, seeded
 from toolkit._data import choose, generator_of
 from toolkit._progress import Progress
 from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step, fit, log_likelihood
+from toolkit.em.engine.ascent import collapsed_components
 from toolkit.em.estimators import _density as density
 from toolkit.em.estimators import mixture as estimator
-from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators.base_mixture import BaseMixture
 from toolkit.em.estimators.mixture import CollapseWarning, GaussianMixture
 from toolkit.em.models.parsimonious import COVARIANCE_MODELS, n_free_parameters

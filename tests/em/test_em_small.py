@@ -18,7 +18,7 @@ from toolkit.em.covariance import structure_of
 from toolkit.em.engine import ascent as ascent_module
 from toolkit.em.engine import fused
 from toolkit.em.engine.acceleration import ClimbOptions
-from toolkit.em.engine.ascent import climb_prepared, climb_side_by_side
+from toolkit.em.engine.ascent import GaussianEngine
 from toolkit.em.engine.coordinates import flat
 from toolkit.em.engine.fused import accumulate, maximise
 from toolkit.em.engine.samples import prepare
@@ -197,10 +197,12 @@ def test_fits_side_by_side_are_those_alone(kind, dtype, accelerate):
     starts = choose_starts(x, None, 3, 5, init="random_from_data", generator=seeded(1), **settings)
     options = ClimbOptions(accelerate=accelerate, tol=1e-6, max_iter=100)
     limits = [100, 3, 100, 0, 100]
-    found = climb_side_by_side(starts, data, options, reg_covar=1e-6, prior=None, limits=limits)
+    engine = GaussianEngine(data, 1e-6, None)
+    taken = [options.max_iter - limit for limit in limits]
+    found = engine.climb_side_by_side(list(zip(starts, taken, strict=True)), options)
     for first, limit, one in zip(starts, limits, found, strict=True):
         only = dataclasses.replace(options, max_iter=limit)
-        alone = climb_prepared(first, data, only, reg_covar=1e-6, prior=None)
+        alone = engine.climb(first, only)
         # Rounding, which jumps multiply, may decide the last evaluations.
         assert abs(one.n_iter - alone.n_iter) <= (8 if dtype == torch.float32 else 3)
         assert one.log_likelihood == pytest.approx(alone.log_likelihood, abs=1e-9 if dtype == torch.float64 else 2e-6)
@@ -215,13 +217,14 @@ def test_large_data_listeners_and_priors_leave_fits_to_themselves():
     settings = {"covariance_type": "full", "reg_covar": 1e-6}
     starts = choose_starts(x, None, 3, 2, init="kmeans", generator=seeded(), **settings)
     options = ClimbOptions(accelerate="anderson", tol=1e-6, max_iter=5)
-    data, alone = prepare(x, "full", 3), {"reg_covar": 1e-6, "prior": None}
-    assert None not in climb_side_by_side(starts, data, options, **alone)
+    points, engine = [(first, 0) for first in starts], GaussianEngine(prepare(x, "full", 3), 1e-6, None)
+    assert None not in engine.climb_side_by_side(points, options)
     listened = dataclasses.replace(options, callback=lambda *_: None)
-    assert climb_side_by_side(starts, data, listened, **alone) == [None, None]
-    assert climb_side_by_side(starts[:1], data, options, **alone) == [None]
-    assert climb_side_by_side(starts, prepare(x.repeat(9, 1), "full", 3), options, **alone) == [None, None]
-    assert climb_side_by_side(starts, data, options, **{**alone, "prior": object()}) == [None, None]
+    assert engine.climb_side_by_side(points, listened) == [None, None]
+    assert engine.climb_side_by_side(points[:1], options) == [None]
+    large = dataclasses.replace(engine, data=prepare(x.repeat(9, 1), "full", 3))
+    assert large.climb_side_by_side(points, options) == [None, None]
+    assert dataclasses.replace(engine, prior=object()).climb_side_by_side(points, options) == [None, None]
 
 
 @every_type

@@ -9,10 +9,10 @@ from values import seeded
 from benchmarks.em_starts import misses, programs
 from toolkit import em
 from toolkit.em.covariance import structure, structure_of
+from toolkit.em.engine.ascent import collapsed_components
 from toolkit.em.engine.restarts import NARROWEST
 from toolkit.em.engine.seeding import lloyd, seeds
 from toolkit.em.engine.starts import choose_starts
-from toolkit.em.estimators._collapse import collapsed_components
 
 N_SETS = 12
 

@@ -22,7 +22,7 @@ from toolkit._random import check_generator
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, ClimbOptions, ranked
-from toolkit.em.engine.ascent import Fit, GaussianPrior, climb_prepared, climb_side_by_side
+from toolkit.em.engine.ascent import Fit, GaussianEngine, GaussianPrior, check_resolved, climb_each
 from toolkit.em.engine.checks import check_callback, check_prior
 from toolkit.em.engine.ranks import led
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
@@ -30,20 +30,14 @@ from toolkit.em.engine.samples import Prepared, check_rows, prepare
 from toolkit.em.engine.seeding import device_of
 from toolkit.em.engine.starts import Init, check_given, check_tensor, choose_starts
 from toolkit.em.gaussian import GaussianParameters
-from toolkit.em.mixture import log_density
 
-__all__ = ["Fit", "check_resolved", "fit"]
+__all__ = ["Fit", "fit"]
 
 # Chunks: a re-iterable, or a function that returns a new iterator.
 _Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
 # The most samples that are used to choose a start.
 _SEEDING = 2**16
-
-# The rounding of samples, in units of the width of a component, that may hide differences; and the difference of
-# log-likelihoods, in units of 1 nat and their size, that shows it: an outlier causes far larger ones.
-_HIDDEN = 0.01
-_LOST = 0.1
 
 
 @no_graph()
@@ -145,13 +139,11 @@ def fit(
         sampled, weights = _seeding_sample(x, sample_weight, rows, data, generator)
 
     options = ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback)
-
-    def ascend(first: GaussianParameters) -> Fit:
-        return climb_prepared(first, data, options, reg_covar=reg_covar, prior=prior)
+    engine = GaussianEngine(data, reg_covar, prior)
 
     def decide() -> Fit:
         if isinstance(init, GaussianParameters):
-            return ascend(init.to(data.centre.device))
+            return engine.climb(init.to(data.centre.device), options)
         assert sampled is not None
         starts = choose_starts(
             sampled,
@@ -164,10 +156,8 @@ def fit(
             generator=generator,
         )
         if len(starts) == 1:
-            return ascend(starts[0])
-        if prior is not None or (accelerate != "none" and n_init_keep is None):
-            return _best_of_climbs(starts, data, ascend, options, reg_covar=reg_covar, prior=prior)
-        return _best_of(starts, data, ascend, options, keep=n_init_keep or 1, reg_covar=reg_covar)
+            return engine.climb(starts[0], options)
+        return _best_of(starts, engine, options, keep=n_init_keep)
 
     best = led(decide, data.as_samples(), _to_device)
     if prior is None and group is None:
@@ -175,85 +165,34 @@ def fit(
     return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
 
 
-@no_graph()
-def check_resolved(found: Fit, rows: Rows, data: Prepared) -> None:
-    """Raise a ValueError if rounding of the coordinates of the pass hides differences of the samples.
-
-    An outlier at a distance of 1e30 sets the scale of the coordinates, in which all other samples are then the same.
-    The samples are read once more if a component is nearly as narrow as rounding, as it is on repeated samples too.
-
-    Args:
-        found: A fit on prepared data, whose value is the log-likelihood.
-        rows: The samples.
-        data: The prepared data.
-    """
-    mixture = found.parameters.to(torch.float64)
-    structure = structure_of(mixture.covariance_type)
-    factor = data.factor_to_frame(mixture.precisions_cholesky)
-    rounding = torch.finfo(data.dtype).eps / _HIDDEN
-    if float(structure.squared_distances(factor, data.scatter).max()) * rounding**2 < 1:
-        return
-    total = weight = 0.0
-    for part, weights in rows(2**14):
-        densities = log_density(mixture, part.to(torch.float64))
-        total += float(densities.sum() if weights is None else densities[weights > 0] @ weights[weights > 0].double())
-        weight += float(len(part) if weights is None else weights.sum())
-    value = total / max(weight, math.ulp(0.0))
-    if not abs(value - found.log_likelihood) <= _LOST * (1 + abs(found.log_likelihood)):
-        advice = "remove the outlier" + (", or use float64." if data.dtype == torch.float32 else ".")
-        raise ValueError(
-            "`x` should have no outlier beside which the differences of the other samples are lost to rounding. Found "
-            f"a fit of log-likelihood {found.log_likelihood:.6g} by rounded samples, and {value:.6g} by the samples "
-            f"themselves: {advice}"
-        )
-
-
 def _best_of(
-    starts: list[GaussianParameters],
-    data: Prepared,
-    ascend: Callable[[GaussianParameters], Fit],
-    options: ClimbOptions,
-    *,
-    keep: int,
-    reg_covar: float,
+    starts: list[GaussianParameters], engine: GaussianEngine, options: ClimbOptions, *, keep: int | None
 ) -> Fit:
-    """Iterate from all starts together, then, unless steps are plain, from the highest points to the end."""
-    found = heats(starts, data, options, are_sound=_are_sound, keep=keep, reg_covar=reg_covar)
-    if not found:
-        return _best_of_climbs(starts, data, ascend, options, reg_covar=reg_covar, prior=None)
-    climbs = []
+    """Fit from all starts, or iterate from all together and fit from the best, and return the best fit.
+
+    Joint steps are the fits themselves where steps are plain.
+    """
+    plain = options.accelerate == "none"
+    found = []
+    if engine.prior is None and (plain or keep is not None):
+        found = heats(starts, engine.data, options, are_sound=_are_sound, keep=keep or 1, reg_covar=engine.reg_covar)
+    climbs: list[Fit] = []
     for heat in (one.reached for one in found):
         singular = math.isinf(heat.log_likelihood)
-        if options.accelerate == "none" and not singular:
+        if plain and not singular:
             climbs.append(heat)
             continue
         with contextlib.suppress(ValueError) if singular else contextlib.nullcontext():  # singular by itself as well
-            final = ascend(heat.parameters)
+            final = engine.climb(heat.parameters, options)
             climbs.append(dataclasses.replace(final, n_iter=heat.n_iter + final.n_iter))
-    return _best(climbs, data)
-
-
-def _best_of_climbs(
-    starts: list[GaussianParameters],
-    data: Prepared,
-    ascend: Callable[[GaussianParameters], Fit],
-    options: ClimbOptions,
-    *,
-    reg_covar: float,
-    prior: GaussianPrior | None,
-) -> Fit:
-    """Fit from all starts, and return the best fit."""
-    ahead = climb_side_by_side(starts, data, options, reg_covar=reg_covar, prior=prior)
-    climbs = []
-    for first, found in zip(starts, ahead, strict=True):
-        with contextlib.suppress(ValueError):  # a covariance became singular
-            climbs.append(found or ascend(first))
+    if not found:
+        climbs, _ = climb_each(engine, [(start, 0) for start in starts], options)
     if not climbs:
         raise ValueError(
             f"`covariances` should be positive definite. Found a singular one after each of {len(starts)} starts. More "
             "regularisation (`reg_covar`), fewer components or a more restricted `covariance_type` help."
         )
-    return _best(climbs, data)
+    return _best(climbs, engine.data)
 
 
 def _best(climbs: list[Fit], data: Prepared) -> Fit:

@@ -40,19 +40,17 @@ from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
+from toolkit.em.engine.ascent import Engine, GaussianEngine, check_resolved, climb_each, collapsed_components
 from toolkit.em.engine.checks import check_callback
-from toolkit.em.engine.fit import check_resolved
 from toolkit.em.engine.samples import prepare
-from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._density import FEW, log_joint, log_joint_of_few
-from toolkit.em.estimators._engine import Engine, GaussianEngine, MissingEngine
 from toolkit.em.estimators._start import InitParams, check_init_parameters, starts_by
 from toolkit.em.estimators._types import as_gaussian, engine_type, gaussian_type, model_of, start_type
 from toolkit.em.estimators.base_mixture import BaseMixture, numbers, tensor
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.information import ErrorMethod, standard_errors
 from toolkit.em.mixture import Mixture
-from toolkit.em.models.missing import MissingGaussian, impute
+from toolkit.em.models.missing import MissingEngine, MissingGaussian, impute
 from toolkit.em.models.online import OnlineState, online_start, online_step
 from toolkit.em.models.parsimonious import COVARIANCE_MODELS, Climber, CovarianceModel, n_free_parameters
 from toolkit.em.models.prior import Prior
@@ -288,7 +286,7 @@ class GaussianMixture(BaseMixture):
             fits, n_singular = self._climb(engine, starts, progress)
         best = self._best(fits, data.sampled.dtype)
         if isinstance(engine, GaussianEngine) and engine.prior is None:
-            check_resolved(best, data.rows, engine.prepared)
+            check_resolved(best, data.rows, engine.data)
         self._set(best, data.form)
         self._n_fitted = data.n_samples
         if hasattr(self, "_online"):
@@ -529,7 +527,7 @@ class GaussianMixture(BaseMixture):
         if prior == "default":
             prior = Prior.default(data.sampled, n_components, kind, sample_weight=data.sampled_weights)
         if isinstance(data.x, Tensor) and self.missing and bool(data.x.isnan().any()):
-            return MissingEngine(data.x.double(), data.weights, reg_covar, prior)
+            return MissingEngine.of(data.x, n_components, reg_covar, data.weights, prior)
         cache = isinstance(data.x, Tensor) and data.x.nbytes <= _CACHED
         prepared = prepare(data.x, kind, n_components, sample_weight=data.weights, cache=cache)
         return GaussianEngine(prepared, reg_covar, prior)
@@ -587,35 +585,16 @@ class GaussianMixture(BaseMixture):
             max_iter=int(self.max_iter),
             callback=progress.listener,
         )
-        points, n_singular, name = [(start, 0) for start in starts], 0, "Start"
+        points, name = [(start, 0) for start in starts], "Start"
         together = self.accelerate == "none" or self.n_init_keep is not None
         if together and isinstance(engine, GaussianEngine) and engine.prior is None and len(starts) > 1:
             progress.begin(f"{len(starts)} starts together")
             points = engine.heats(starts, int(self.n_init_keep or 1), options)
             name = "Finalist"
-        fits: list[Climb[Any]] = []
-        error: ValueError | None = None
-        ahead: list[Climb[Any] | None] = [None] * len(points)
-        if isinstance(engine, GaussianEngine):
-            ahead = engine.climb_side_by_side(points, options)
-        for i, ((point, n_iter), done) in enumerate(zip(points, ahead, strict=True)):
-            progress.begin(f"{name} {i + 1} of {len(points)}")
-            try:
-                found = done or engine.climb(point, dataclasses.replace(options, max_iter=options.max_iter - n_iter))
-            except ValueError as singular:
-                # Another start may not lead to a singular component.
-                error, n_singular = singular, n_singular + 1
-                progress.say("became singular")
-            else:
-                fits.append(dataclasses.replace(found, n_iter=n_iter + found.n_iter))
-                progress.end("converged" if found.converged else "not converged", found.history[-1])
+        fits, errors = climb_each(engine, points, options, progress, name)
         if not fits:
-            raise error or ValueError(
-                f"`X` should have enough distinct samples for {self.n_components} components. Found covariances that "
-                f"became singular from each of {len(starts)} starts: fewer components, a more restricted "
-                "`covariance_type` or a larger `reg_covar` help."
-            )
-        return fits, n_singular
+            raise errors[-1]
+        return fits, len(errors)
 
     def _learn(self, x: Tensor, weights: Tensor | None, form: Form) -> None:
         """Take one online step, and set the attributes."""

@@ -290,18 +290,10 @@ def fit_missing(
     n_components, n_init = integer("n_components", n_components, 1, len(x)), integer("n_init", n_init)
     reg_covar = number("reg_covar", reg_covar, least=0)
     check_prior(prior)
-    structure = structure_of(covariance_type)
+    structure_of(covariance_type)
     if isinstance(init, GaussianParameters):
         check_given(init, n_components, x.shape[1], covariance_type)
-    data = Incomplete.of(x.double(), sample_weight, n_components)
-
-    def objective(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
-        after, value = _em_step(parameters, data, reg_covar, prior)
-        return after, float(value) + _log_prior(prior, parameters, data)
-
-    def check(there: GaussianParameters) -> None:
-        check_variances(there.precisions_cholesky, structure, reg_covar)
-
+    engine = MissingEngine(Incomplete.of(x.double(), sample_weight, n_components), reg_covar, prior)
     options = ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback)
     fits: list[Climb[GaussianParameters]] = []
     for _ in range(n_init):
@@ -316,10 +308,49 @@ def fit_missing(
                 reg_covar=reg_covar,
                 generator=generator,
             )
-        fits.append(climb_family(objective, first.to(torch.float64), options, check=check))
+        fits.append(engine.climb(first, options))
     best = ranked(fits, torch.float64)[0]
-    log_likelihood = best.log_likelihood - _log_prior(prior, best.parameters, data)
+    log_likelihood = best.log_likelihood - engine.log_prior(best.parameters)
     return dataclasses.replace(best, parameters=best.parameters.to(x.dtype), log_likelihood=log_likelihood)
+
+
+@dataclass(frozen=True)
+class MissingEngine:
+    """EM of the four types on one data set, which is arranged once."""
+
+    data: Incomplete
+    reg_covar: float
+    prior: Prior | None
+
+    @classmethod
+    def of(
+        cls, x: Tensor, n_components: int, reg_covar: float, sample_weight: Tensor | None, prior: Prior | None
+    ) -> MissingEngine:
+        """Arrange samples (N, D), with weights (N,), for mixtures of K components.
+
+        Raises:
+            ValueError: If a feature has no value at all.
+        """
+        _check(x, sample_weight)
+        return cls(Incomplete.of(x.double(), sample_weight, n_components), reg_covar, prior)
+
+    @no_graph()
+    def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[GaussianParameters]:
+        """Return the highest point found, float64; values include the log-prior over the sum of weights."""
+        structure = structure_of(start.covariance_type)
+
+        def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
+            after, value = _em_step(parameters, self.data, self.reg_covar, self.prior)
+            return after, float(value) + self.log_prior(parameters)
+
+        def check(there: GaussianParameters) -> None:
+            check_variances(there.precisions_cholesky, structure, self.reg_covar)
+
+        return climb_family(em, start.to(torch.float64), options, check=check)
+
+    def log_prior(self, parameters: GaussianParameters) -> float:
+        """Return the log-density of the prior over the sum of weights; 0 without a prior."""
+        return 0.0 if self.prior is None else float(self.prior.log_density(parameters) / self.data.total_weight)
 
 
 @no_graph()
@@ -572,10 +603,6 @@ def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:
     share = seen.mean(0).rsqrt()
     covariance: Tensor = share[:, None] * (residuals.mT @ residuals / len(residuals)) * share
     return covariance
-
-
-def _log_prior(prior: Prior | None, parameters: GaussianParameters, data: Incomplete) -> float:
-    return 0.0 if prior is None else float(prior.log_density(parameters) / data.total_weight)
 
 
 def _check(x: Tensor, sample_weight: Tensor | None) -> None:
