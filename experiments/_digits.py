@@ -16,7 +16,19 @@ from toolkit.adversarial.networks import mlp, small_cnn
 from toolkit.datasets import Dataset, digits
 from toolkit.runner import ExperimentConfig
 
-__all__ = ["BALLS", "Activation", "Batches", "Kind", "digits_of", "network", "on_device", "split_digits"]
+from ._training import descend
+
+__all__ = [
+    "BALLS",
+    "Activation",
+    "Batches",
+    "Kind",
+    "digits_of",
+    "network",
+    "on_device",
+    "split_digits",
+    "train_cleanly",
+]
 
 Activation = Literal["relu", "tanh"]
 Kind = Literal["linear", "mlp", "cnn"]
@@ -81,6 +93,13 @@ def digits_of(config: ExperimentConfig) -> tuple[Dataset, Dataset]:
 def on_device(data: Dataset, device: str) -> Dataset:
     """Return the data on a device."""
     return Dataset(data.inputs.to(device), data.labels.to(device), data.name)
+
+
+def train_cleanly(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Train a classifier on the images as they are."""
+    for step in range(steps):
+        descend(optimizer, nn.functional.cross_entropy(model(batches.inputs), batches.labels))
+        batches.advance(step)
 
 
 def network(

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from toolkit.runner import ExperimentConfig, Methods
 from toolkit.self_supervised import ema
 
-from ._training import steps_of
+from ._training import methods_of
 
 __all__ = ["Teacher", "without_average"]
 
@@ -52,11 +52,7 @@ def without_average(
         train: Trains with some blocks open, and returns the metrics.
         stops: Names of the blocks.
     """
-    return Methods(
-        label="update",
-        steps=steps_of(config),
-        train={
-            "no average, with the stop": partial(train, ()),
-            "no average, without the stop": partial(train, stops),
-        },
+    return methods_of(
+        config,
+        {"no average, with the stop": partial(train, ()), "no average, without the stop": partial(train, stops)},
     )

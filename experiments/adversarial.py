@@ -31,8 +31,8 @@ from toolkit.adversarial import adversarial_loss, certify_linear, pgd, robust_lo
 from toolkit.datasets import Dataset, two_gaussians
 from toolkit.runner import ExperimentConfig, Objective, Run
 
-from ._digits import BALLS, Activation, Batches, Kind, digits_of, network, on_device
-from ._training import gradient_of
+from ._digits import BALLS, Activation, Batches, Kind, digits_of, network, on_device, train_cleanly
+from ._training import accuracy, gradient_of
 
 __all__ = ["Config", "best_robust_loss", "run"]
 
@@ -105,9 +105,9 @@ def _digits(config: Config, seed: int) -> Run:
     def under_attack() -> Mapping[str, float]:
         logits = model(attack.of_steps(config.evaluation_steps)(model, test.inputs, test.labels))
         return {
-            "objective": _accuracy(logits, test.labels),
+            "objective": accuracy(logits, test.labels),
             "robust loss (nats per sample)": F.cross_entropy(logits, test.labels).item(),
-            "clean accuracy": _accuracy(model(test.inputs), test.labels),
+            "clean accuracy": accuracy(model(test.inputs), test.labels),
         }
 
     ball = f"{BALLS[config.norm]} {config.epsilon:g}, PGD-{config.evaluation_steps}"
@@ -232,12 +232,7 @@ def _clean_training(config_json: str, seed: int) -> dict[str, Tensor]:
     """Return the parameters of a model after `clean_steps` of ordinary training."""
     config = Config.model_validate_json(config_json)
     _, model, batches = _problem(config, seed)
-    optimizer = _optimizer(model, config)
-    for _ in range(config.clean_steps):
-        optimizer.zero_grad()
-        F.cross_entropy(model(batches.inputs), batches.labels).backward()
-        optimizer.step()
-        batches.advance(0)
+    train_cleanly(model, batches, _optimizer(model, config), config.clean_steps)
     return model.state_dict()
 
 
@@ -255,7 +250,7 @@ def _problem(config: Config, seed: int) -> tuple[Dataset, nn.Module, Batches]:
             dtype=getattr(torch, config.dtype),
         )
         train = judged = on_device(drawn, config.device)
-    model = _network(config, train, generator)
+    model = network(config.network, train, widths=config.widths, activation=config.activation, generator=generator)
     return judged, model, Batches(train, config.batch_size, generator)
 
 
@@ -263,11 +258,3 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return torch.optim.Adam(
         model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False
     )
-
-
-def _network(config: Config, data: Dataset, generator: torch.Generator) -> nn.Module:
-    return network(config.network, data, widths=config.widths, activation=config.activation, generator=generator)
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return (logits.argmax(1) == labels).double().mean().item()

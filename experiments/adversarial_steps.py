@@ -35,8 +35,8 @@ from toolkit.datasets import Dataset
 from toolkit.gradients.memory import measure_memory
 from toolkit.runner import ExperimentConfig, Objective, Run, Sweep
 
-from ._digits import Activation, Batches, digits_of, network
-from ._training import gradient_of
+from ._digits import Activation, Batches, digits_of, network, train_cleanly
+from ._training import accuracy, gradient_of
 
 __all__ = ["Config", "run", "worst_examples"]
 
@@ -150,8 +150,7 @@ class _Networks:
         attack, found = self._attack(self._config.evaluation_steps), []
         for parameters in self._networks.values():
             model = _model(self._template, parameters)
-            right = model(attack(model, images, labels)).argmax(1) == labels
-            found.append(right.double().mean().item())
+            found.append(accuracy(model(attack(model, images, labels)), labels))
         return found
 
     def sweep(self) -> dict[str, list[float]]:
@@ -214,11 +213,7 @@ def _problem(config_json: str, seed: int) -> tuple[Dataset, Dataset, Parameters,
     model = _network(config, train, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
     batches = Batches(train, config.batch_size, torch.Generator().manual_seed(seed))
-    for step in range(config.clean_steps):
-        optimizer.zero_grad()
-        F.cross_entropy(model(batches.inputs), batches.labels).backward()
-        optimizer.step()
-        batches.advance(step)
+    train_cleanly(model, batches, optimizer, config.clean_steps)
     worst = worst_examples(
         model,
         train,

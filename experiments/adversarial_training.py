@@ -49,6 +49,7 @@ from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
 from ._adversarial_training_targets import TARGETS
 from ._digits import BALLS, Batches, on_device, split_digits
+from ._training import gradient_of
 
 __all__ = ["Choice", "Config", "run"]
 
@@ -216,12 +217,11 @@ def run(config: Config, seed: int) -> Run:
         with torch.no_grad():
             example = method.example(model, x, labels, ball=ball, generator=draws())
         stated = TARGETS[type(method)](method, model, x, labels, example, ball)
-        parameters = dict(model.named_parameters())
-        gradients = torch.autograd.grad(stated, list(parameters.values()))
+        gradients = gradient_of(stated, dict(model.named_parameters()))
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
-        return dict(zip(parameters, gradients, strict=True))
+        return gradients
 
     def by_radius() -> Mapping[str, Sequence[float]]:
         return {_ENSEMBLE: [_under_the_ensemble(model, test, radius, config.norm) for radius in config.ensemble]}

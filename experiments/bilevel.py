@@ -41,7 +41,7 @@ from toolkit.gradients.memory import measure_memory
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
 from ._digits import Batches, digits_of
-from ._training import gradient_of
+from ._training import accuracy, descend, gradient_of
 
 __all__ = ["Config", "run"]
 
@@ -213,7 +213,7 @@ def _other_initialisations(config: Config, seed: int, judged: tuple[Tensor, Tens
         p = _network(config, generator)
         optimizer = torch.optim.Adam(p.values(), lr=config.learning_rate)
         for _ in range(config.steps):
-            _update(optimizer, reptile(p, _sines(config, config.batch_size, generator)))
+            descend(optimizer, reptile(p, _sines(config, config.batch_size, generator)))
         return {name: [value] for name, value in _judge(config, p, judged).items()}
 
     return Methods(label="update", steps=(config.steps,), train={"Reptile": train})
@@ -225,7 +225,7 @@ def _other_initialisations(config: Config, seed: int, judged: tuple[Tensor, Tens
 def _text(config: Config, seed: int) -> Run:
     generator = torch.Generator().manual_seed(seed)
     characters, n_characters = _library()
-    p = _recurrent(config, n_characters, generator)
+    p = _recurrent(config, n_characters, n_characters, generator)
     pieces = partial(_pieces, config, characters)
     batch = pieces(generator)
     held = characters[-_HELD_OUT:]
@@ -279,18 +279,6 @@ def _pieces(config: Config, characters: Tensor, generator: torch.Generator) -> T
     return characters[first + torch.arange(config.length + 1)].to(config.device)
 
 
-def _recurrent(config: Config, n_characters: int, generator: torch.Generator) -> Parameters:
-    h, dtype = config.n_hidden, getattr(torch, config.dtype)
-    p = {
-        "input": _normal(config, generator, n_characters, h),
-        "recurrent": _normal(config, generator, h, h),
-        "bias": torch.zeros(h, dtype=dtype, device=config.device),
-        "output": _normal(config, generator, h, n_characters),
-        "output_bias": torch.zeros(n_characters, dtype=dtype, device=config.device),
-    }
-    return {name: value.requires_grad_() for name, value in p.items()}
-
-
 def _prediction_loss(p: Parameters, pieces: Tensor, scan: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
     """Return the mean cross entropy of the next characters, the network being run by `scan`."""
 
@@ -330,10 +318,10 @@ def _other_truncations(config: Config, seed: int, held: Tensor) -> Methods:
     def train(scan: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, list[float]]:
         generator = torch.Generator().manual_seed(seed)
         characters, n_characters = _library()
-        p = _recurrent(config, n_characters, generator)
+        p = _recurrent(config, n_characters, n_characters, generator)
         optimizer = torch.optim.Adam(p.values(), lr=config.learning_rate)
         for _ in range(config.steps):
-            _update(optimizer, _prediction_loss(p, _pieces(config, characters, generator), scan))
+            descend(optimizer, _prediction_loss(p, _pieces(config, characters, generator), scan))
         return {"objective": [_held_out_loss(p, held)]}
 
     cuts = torch.Generator().manual_seed(seed)
@@ -352,7 +340,7 @@ Layer = Callable[[Parameters, Tensor], Solved]
 def _equilibrium(config: Config, seed: int) -> Run:
     generator = torch.Generator().manual_seed(seed)
     train, test = digits_of(config)
-    p = _deep(config, generator)
+    p = _recurrent(config, 64, 10, generator, scale=0.5)
     batches = Batches(train, config.batch_size, generator)
     layer = partial(_one_step, config.iterations)
 
@@ -378,18 +366,6 @@ def _equilibrium(config: Config, seed: int) -> Run:
         ),
         methods=_other_gradients(config, seed),
     )
-
-
-def _deep(config: Config, generator: torch.Generator) -> Parameters:
-    h, dtype = config.n_hidden, getattr(torch, config.dtype)
-    p = {
-        "input": _normal(config, generator, 64, h),
-        "recurrent": 0.5 * _normal(config, generator, h, h),
-        "bias": torch.zeros(h, dtype=dtype, device=config.device),
-        "output": _normal(config, generator, h, 10),
-        "output_bias": torch.zeros(10, dtype=dtype, device=config.device),
-    }
-    return {name: value.requires_grad_() for name, value in p.items()}
 
 
 def _function(z: Tensor, recurrent: Tensor, driven: Tensor) -> Tensor:
@@ -424,7 +400,7 @@ def _classified(p: Parameters, layer: Layer, inputs: Tensor, labels: Tensor) -> 
     near = found.residual <= 1e-3 * (1 + found.value.norm(dim=1))
     return {
         "objective": F.cross_entropy(logits, labels).item(),
-        "accuracy": (logits.argmax(1) == labels).double().mean().item(),
+        "accuracy": accuracy(logits, labels),
         "share of converged samples": near.double().mean().item(),
     }
 
@@ -454,11 +430,11 @@ def _other_gradients(config: Config, seed: int) -> Methods:
     def train() -> dict[str, list[float]]:
         generator = torch.Generator().manual_seed(seed)
         data, test = digits_of(config)
-        p = _deep(config, generator)
+        p = _recurrent(config, 64, 10, generator, scale=0.5)
         batches = Batches(data, config.batch_size, generator)
         optimizer = torch.optim.Adam(p.values(), lr=config.learning_rate)
         for step in range(config.steps):
-            _update(optimizer, F.cross_entropy(_logits(p, layer(p, batches.inputs)), batches.labels))
+            descend(optimizer, F.cross_entropy(_logits(p, layer(p, batches.inputs)), batches.labels))
             batches.advance(step + 1)
         judge = partial(_one_step, config.iterations)
         return {name: [value] for name, value in _classified(p, judge, test.inputs, test.labels).items()}
@@ -469,10 +445,19 @@ def _other_gradients(config: Config, seed: int) -> Methods:
 # --- shared ------------------------------------------------------------------------------------------------------
 
 
-def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+def _recurrent(
+    config: Config, inputs: int, outputs: int, generator: torch.Generator, *, scale: float = 1.0
+) -> Parameters:
+    """Return the parameters of a recurrent layer, its recurrent weights multiplied by `scale`, and of its readout."""
+    h, dtype = config.n_hidden, getattr(torch, config.dtype)
+    p = {
+        "input": _normal(config, generator, inputs, h),
+        "recurrent": scale * _normal(config, generator, h, h),
+        "bias": torch.zeros(h, dtype=dtype, device=config.device),
+        "output": _normal(config, generator, h, outputs),
+        "output_bias": torch.zeros(outputs, dtype=dtype, device=config.device),
+    }
+    return {name: value.requires_grad_() for name, value in p.items()}
 
 
 def _flat(gradient: Mapping[str, Tensor]) -> Tensor:

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
+from toolkit.runner import Event, ExperimentConfig, Objective, Run
 from toolkit.value_learning import q_learning
 
-from ._training import steps_of
+from ._training import descend, followed, gradient_of, methods_of, perceptron
 
 __all__ = ["Config", "balanced_steps", "fallen", "first_states", "next_states", "run"]
 
@@ -99,7 +98,8 @@ def run(config: Config, seed: int) -> Run:
     dtype = getattr(torch, config.dtype)
     memory = _random_transitions(config, source, dtype)
     starts = first_states(_CARTS, source, dtype).to(config.device)
-    network = _network(config.width, source, dtype).to(config.device)
+    sizes = [4, config.width, config.width, 2]
+    network = perceptron(sizes, nn.ReLU, generator=source, dtype=dtype).to(config.device)
     begun, draws = copy.deepcopy(network), source.get_state()
     batch = _drawn(memory, config, source)
 
@@ -111,25 +111,21 @@ def run(config: Config, seed: int) -> Run:
         """Return the gradient with labels from a plain `detach`."""
         label = 1 + batch.discounts * network(batch.following).detach().max(-1).values
         errors = label - network(batch.states)[torch.arange(len(label)), batch.pushes]
-        slopes = torch.autograd.grad(errors.square().mean() / 2, list(network.parameters()))
-        return dict(zip(dict(network.named_parameters()), slopes, strict=True))
+        return gradient_of(errors.square().mean() / 2, parameters)
 
-    def with_target_network(steps: tuple[int, ...]) -> dict[str, list[float]]:
+    def with_target_network() -> dict[str, Sequence[float]]:
         online, held = copy.deepcopy(begun), copy.deepcopy(begun)
         optimizer = torch.optim.Adam(online.parameters(), lr=config.learning_rate, foreach=False)
-        generator, found = torch.Generator(), []
+        generator = torch.Generator()
         generator.set_state(draws)
-        for step in range(steps[-1] + 1):
-            if step in steps:
-                found.append(_judged(online, starts, config.discount))
+
+        def update(step: int) -> None:
             if step % config.copy_every == 0:
                 held.load_state_dict(online.state_dict())
-            optimizer.zero_grad()
-            _loss(online, held, _drawn(memory, config, generator)).backward()
-            optimizer.step()
-        return {name: [metrics[name] for metrics in found] for name in found[0]}
+            descend(optimizer, _loss(online, held, _drawn(memory, config, generator)))
 
-    steps = steps_of(config)
+        return followed(config, update, lambda: _judged(online, starts, config.discount))
+
     parameters = dict(network.named_parameters())
     return Run(
         parameters=parameters,
@@ -146,11 +142,7 @@ def run(config: Config, seed: int) -> Run:
                 above=1.0,
             )
         ],
-        methods=Methods(
-            label="update",
-            steps=steps,
-            train={"with a target network": partial(with_target_network, steps)},
-        ),
+        methods=methods_of(config, {"with a target network": with_target_network}),
     )
 
 
@@ -185,13 +177,3 @@ def _random_transitions(config: Config, source: torch.Generator, dtype: torch.dt
 def _drawn(memory: _Batch, config: Config, source: torch.Generator) -> _Batch:
     rows = torch.randint(len(memory.pushes), (config.batch_size,), generator=source).to(config.device)
     return _Batch(*(part[rows] for part in memory))
-
-
-def _network(width: int, source: torch.Generator, dtype: torch.dtype) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inside, outside in ((4, width), (width, width), (width, 2)):
-        layer = nn.Linear(inside, outside, dtype=dtype)
-        nn.init.normal_(layer.weight, std=inside**-0.5, generator=source)
-        nn.init.zeros_(layer.bias)
-        layers += [layer, nn.ReLU()]
-    return nn.Sequential(*layers[:-1])

@@ -33,9 +33,9 @@ from toolkit.curvature import (
     robust_loss,
 )
 from toolkit.datasets import wine
-from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
+from toolkit.runner import Event, ExperimentConfig, Objective, Run
 
-from ._training import steps_of
+from ._training import accuracy, followed, methods_of
 
 __all__ = ["Config", "DampedNewton", "run"]
 
@@ -145,18 +145,16 @@ def _robust(config: Config, seed: int) -> Run:
         }[config.kind]
         return {"weights": -inputs.T @ influence / len(inputs)}
 
-    steps = steps_of(config)
+    def newton(*opened: Any) -> dict[str, Sequence[float]]:
+        at = torch.zeros_like(weights)
 
-    def newton(*opened: Any) -> dict[str, list[float]]:
-        at, found = torch.zeros_like(weights), []
-        for step in range(config.steps + 1):
-            if step in steps:
-                found.append(judge(at))
+        def update(step: int) -> None:
             with unblock(*opened):
                 slope = torch.autograd.functional.jacobian(loss, at)
                 matrix = torch.autograd.functional.hessian(loss, at)
-            at = at - torch.linalg.lstsq(matrix, slope[:, None]).solution[:, 0]
-        return {name: [each[name] for each in found] for name in found[0]}
+            at.sub_(torch.linalg.lstsq(matrix, slope[:, None]).solution[:, 0])
+
+        return followed(config, update, lambda: judge(at))
 
     return Run(
         parameters={"weights": weights},
@@ -165,10 +163,8 @@ def _robust(config: Config, seed: int) -> Run:
         evaluate=evaluate,
         optimizer=torch.optim.SGD([weights], lr=config.learning_rate),
         target=target,
-        methods=Methods(
-            label="update",
-            steps=steps,
-            train={"Newton's method with the block": newton, "Newton's method without it": partial(newton, block)},
+        methods=methods_of(
+            config, {"Newton's method with the block": newton, "Newton's method without it": partial(newton, block)}
         ),
     )
 
@@ -199,8 +195,7 @@ def _newton(config: Config, seed: int) -> Run:
     def evaluate() -> dict[str, float]:
         with torch.no_grad():
             logits = hidden() @ parameters["second"]
-            accuracy = (logits.argmax(-1) == labels).double().mean().item()
-            return {"objective": cross_entropy(logits).item(), "accuracy": accuracy}
+            return {"objective": cross_entropy(logits).item(), "accuracy": accuracy(logits, labels)}
 
     @torch.no_grad()
     def target() -> Mapping[str, Tensor]:

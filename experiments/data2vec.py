@@ -17,7 +17,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.runner import ExperimentConfig, Run
 from toolkit.self_supervised import DATA2VEC_TARGET, EMA_STUDENT, data2vec_loss
@@ -25,7 +24,7 @@ from toolkit.self_supervised import DATA2VEC_TARGET, EMA_STUDENT, data2vec_loss
 from ._digits import digits_of
 from ._embeddings import COLLAPSE, NEIGHBOURS, judged, spectrum_of
 from ._teachers import Teacher, without_average
-from ._training import gradient_of, trained
+from ._training import gradient_of, learned, run_of
 from ._views import Views
 
 __all__ = ["Config", "Encoder", "run"]
@@ -141,19 +140,13 @@ def run(config: Config, seed: int) -> Run:
     """Return one seeded run."""
     made = _Learner(config, seed)
 
-    def alone(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
-        itself = _Learner(config, seed, average=False)
-        with unblock(*open_blocks):
-            return trained(config, itself.loss, itself.optimizer, itself.advance, itself.judge)
+    def alone(opened: Sequence[str]) -> dict[str, Sequence[float]]:
+        return learned(config, _Learner(config, seed, average=False), opened)
 
-    return Run(
-        parameters=made.parameters,
-        loss=made.loss,
-        objective=NEIGHBOURS,
-        evaluate=made.judge,
-        optimizer=made.optimizer,
-        target=made.target,
-        after_step=made.advance,
+    return run_of(
+        made,
+        NEIGHBOURS,
+        made.target,
         events=[COLLAPSE],
         sweep=spectrum_of(made.embeddings, made.test.inputs, config.width),
         methods=without_average(config, alone, (DATA2VEC_TARGET.name, EMA_STUDENT.name)),

@@ -174,15 +174,10 @@ def _problem(config_json: str, seed: int) -> tuple[Tensor, GaussianParameters, f
     """Return the data, the common start, and the log-likelihood of the maximum that EM reaches from there."""
     config = Config.model_validate_json(config_json)
     generator = torch.Generator().manual_seed(seed)
-    match config.data:
-        case "iris":
-            x = datasets.iris().inputs
-        case "wine":
-            x = datasets.wine().inputs
-        case "digits":
-            x = datasets.digits().inputs
-        case "two_gaussians":
-            x = datasets.two_gaussians(config.n_samples, separation=config.separation, generator=generator).inputs
+    if config.data == "two_gaussians":
+        x = datasets.two_gaussians(config.n_samples, separation=config.separation, generator=generator).inputs
+    else:
+        x = getattr(datasets, config.data)().inputs
     if config.standardised:
         if (x == x[0]).all(0).any():
             raise ValueError("`standardised` should be false for data with a feature that is constant.")

@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from toolkit.adversarial.networks import mlp
 from toolkit.quantization import FiniteScalarQuantizer, VectorQuantizer, codebook_perplexity
-from toolkit.runner import ExperimentConfig, Methods, Objective, Run
+from toolkit.runner import ExperimentConfig, Objective, Run
 
 from ._digits import Batches, digits_of
-from ._training import steps_of, trained
+from ._training import learned, methods_of, run_of
 
 __all__ = ["Config", "run"]
 
@@ -61,6 +61,7 @@ class _Autoencoder:
         self.encoder = mlp(pixels, dim, widths=widths, generator=generator).to(train.inputs)
         self.decoder = mlp(dim, pixels, widths=widths, generator=generator).to(train.inputs)
         self.batches = Batches(train, config.batch_size, generator)
+        self.advance = self.batches.advance
         self.levels = FiniteScalarQuantizer(config.levels).to(train.inputs.device)
         networks = nn.ModuleDict({"encoder": self.encoder, "decoder": self.decoder})
         self.parameters: dict[str, Tensor] = dict(networks.named_parameters())
@@ -127,23 +128,15 @@ def run(config: Config, seed: int) -> Run:
     made = _Autoencoder(config, seed)
 
     def other(kind: str) -> Mapping[str, Sequence[float]]:
-        its = _Autoencoder(config, seed, kind)
-        return trained(config, its.loss, its.optimizer, its.batches.advance, its.judge)
+        return learned(config, _Autoencoder(config, seed, kind))
 
-    return Run(
-        parameters=made.parameters,
-        loss=made.loss,
-        objective=Objective(label="held-out mean squared error (squared brightness)", higher_is_better=False),
-        evaluate=made.judge,
-        optimizer=made.optimizer,
-        target=made.target,
-        after_step=made.batches.advance,
-        methods=Methods(
-            label="step",
-            steps=steps_of(config),
-            train={
-                "bounded, without rounding": partial(other, "bounds"),
-                "a learnt codebook of as many codes": partial(other, "codebook"),
-            },
-        ),
+    others = {
+        "bounded, without rounding": partial(other, "bounds"),
+        "a learnt codebook of as many codes": partial(other, "codebook"),
+    }
+    return run_of(
+        made,
+        Objective(label="held-out mean squared error (squared brightness)", higher_is_better=False),
+        made.target,
+        methods=methods_of(config, others, "step"),
     )

@@ -34,9 +34,9 @@ from toolkit.games import (
     symplectic_penalty,
 )
 from toolkit.gradients import field_jacobian
-from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
+from toolkit.runner import ExperimentConfig, Objective, Run, Sweep
 
-from ._training import steps_of
+from ._training import gradient_of, methods_of, perceptron, trained
 
 __all__ = ["Config", "energy_distance", "principal_components", "run"]
 
@@ -133,7 +133,6 @@ def _dirac(config: Config, seed: int) -> Run:
         "LookAhead": anticipating(lookahead_loss),
         "LOLA": anticipating(lola_loss),
     }
-    steps = steps_of(config)
     players = start()
     return Run(
         parameters=players,
@@ -144,27 +143,15 @@ def _dirac(config: Config, seed: int) -> Run:
         optimizer=torch.optim.SGD(players.values(), lr=config.learning_rate),
         target=target,
         sweep=Sweep(label="weight of the correction", values=_SWEPT, evaluate=sweep),
-        methods=Methods(
-            label="update",
-            steps=steps,
-            train={name: partial(_played, rule, start, steps, config.learning_rate) for name, rule in rules.items()},
-        ),
+        methods=methods_of(config, {name: partial(_played, config, rule, start) for name, rule in rules.items()}),
     )
 
 
-def _played(
-    rule: Rule, start: Callable[[], Players], steps: Sequence[int], learning_rate: float
-) -> dict[str, list[float]]:
-    """Return the places of the players at these steps of gradient descent on the surrogate of a rule."""
-    players, places = start(), []
-    optimizer = torch.optim.SGD(players.values(), lr=learning_rate)
-    for step in range(steps[-1] + 1):
-        if step in steps:
-            places.append(_place(players))
-        optimizer.zero_grad()
-        rule(players).backward()
-        optimizer.step()
-    return {name: [place[name] for place in places] for name in places[0]}
+def _played(config: Config, rule: Rule, start: Callable[[], Players]) -> dict[str, Sequence[float]]:
+    """Return the places of the players during gradient descent on the surrogate of a rule."""
+    players = start()
+    optimizer = torch.optim.SGD(players.values(), lr=config.learning_rate)
+    return trained(config, lambda: rule(players), optimizer, lambda step: None, lambda: _place(players))
 
 
 def _slope(kind: str, t: Tensor) -> Tensor:
@@ -198,7 +185,11 @@ def _digits(config: Config, seed: int) -> Run:
     source = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config.dtype)
     points = principal_components(dtype)
-    generator, discriminator = (_network(width, config.width, source, dtype) for width in (2, 1))
+    # Small outputs: the first generated points lie close together.
+    generator, discriminator = (
+        perceptron([2, config.width, config.width, outputs], nn.Tanh, generator=source, dtype=dtype, last=0.1)
+        for outputs in (2, 1)
+    )
     networks = nn.ModuleDict({"generator": generator, "discriminator": discriminator}).to(config.device)
     judged = torch.randn(500, 2, generator=source, dtype=dtype).to(config.device)
     held_out = points[torch.randperm(len(points), generator=source)[:500]].to(config.device)
@@ -227,12 +218,8 @@ def _digits(config: Config, seed: int) -> Run:
         fake = generator(noise)
         first = _terms(config.kind, discriminator(real), discriminator(fake.detach()))[0]
         second = _terms(config.kind, discriminator(real), discriminator(fake))[1]
-        found: dict[str, Tensor] = {}
-        for name, network, value in (("generator", generator, second), ("discriminator", discriminator, first)):
-            slopes = torch.autograd.grad(value, list(network.parameters()))
-            names = [f"{name}.{part}" for part, _ in network.named_parameters()]
-            found.update(zip(names, slopes, strict=True))
-        return found
+        of_generator = gradient_of(second, dict(generator.named_parameters("generator")))
+        return {**of_generator, **gradient_of(first, dict(discriminator.named_parameters("discriminator")))}
 
     advance(0)
     parameters = dict(networks.named_parameters())
@@ -248,17 +235,6 @@ def _digits(config: Config, seed: int) -> Run:
         target=target,
         after_step=advance,
     )
-
-
-def _network(outputs: int, width: int, source: torch.Generator, dtype: torch.dtype) -> nn.Sequential:
-    """Return a network of two inputs with small outputs: the first generated points lie close together."""
-    layers: list[nn.Module] = []
-    for inside, outside in ((2, width), (width, width), (width, outputs)):
-        layer = nn.Linear(inside, outside, dtype=dtype)
-        nn.init.normal_(layer.weight, std=(0.1 if outside == outputs else 1) * inside**-0.5, generator=source)
-        nn.init.zeros_(layer.bias)
-        layers += [layer, nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
 
 
 def _terms(kind: str, at_real: Tensor, at_fake: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,13 +20,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit import unblock
 from toolkit.adversarial.networks import mlp
-from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
+from toolkit.runner import Event, ExperimentConfig, Objective, Run
 from toolkit.weighting import GRADNORM_TARGET, gradnorm_loss
 
 from ._digits import Batches, digits_of
-from ._training import gradient_of, steps_of, trained
+from ._training import gradient_of, learned, methods_of, run_of
 
 __all__ = ["Config", "run"]
 
@@ -167,27 +166,18 @@ def run(config: Config, seed: int) -> Run:
     """Return one seeded run."""
     made = _Learner(config, seed)
 
-    def other(open_blocks: Sequence[str], *, learns: bool = True) -> Mapping[str, Sequence[float]]:
-        its = _Learner(config, seed, learns=learns, divided=False)
-        with unblock(*open_blocks):
-            return trained(config, its.loss, its.optimizer, its.advance, its.judge)
+    def other(opened: Sequence[str], *, learns: bool = True) -> Mapping[str, Sequence[float]]:
+        return learned(config, _Learner(config, seed, learns=learns, divided=False), opened)
 
-    return Run(
-        parameters=made.parameters,
-        loss=made.loss,
-        objective=Objective(label="held-out loss, as a share of that of the best constants", higher_is_better=False),
-        evaluate=made.judge,
-        optimizer=made.optimizer,
-        target=made.target,
-        after_step=made.advance,
+    others = {
+        "equal weights": partial(other, (), learns=False),
+        "weights not divided, with the stop": partial(other, ()),
+        "weights not divided, without the stop": partial(other, (GRADNORM_TARGET.name,)),
+    }
+    return run_of(
+        made,
+        Objective(label="held-out loss, as a share of that of the best constants", higher_is_better=False),
+        made.target,
         events=[Event(says="the weights fell below half of their start", metric=_TOTAL, below=0.5)],
-        methods=Methods(
-            label="update",
-            steps=steps_of(config),
-            train={
-                "equal weights": partial(other, (), learns=False),
-                "weights not divided, with the stop": partial(other, ()),
-                "weights not divided, without the stop": partial(other, (GRADNORM_TARGET.name,)),
-            },
-        ),
+        methods=methods_of(config, others),
     )

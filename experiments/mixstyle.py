@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit.adversarial.networks import small_cnn
-from toolkit.runner import ExperimentConfig, Methods, Objective, Run
+from toolkit.runner import ExperimentConfig, Objective, Run
 from toolkit.weighting import mixstyle
 
 from ._digits import Batches, digits_of
-from ._training import gradient_of, steps_of, trained
+from ._training import accuracy, gradient_of, learned, methods_of, run_of
 
 __all__ = ["Config", "run"]
 
@@ -107,7 +107,7 @@ class _Learner:
         for name, style in (("unseen", self.config.unseen), ("seen", self.config.seen[0])):
             logits = self._rest(self._first(self._squares(_styled(self.test.inputs, style))))
             found[name] = functional.cross_entropy(logits, self.test.labels).item()
-            found[f"accuracy, {name} style"] = (logits.argmax(-1) == self.test.labels).double().mean().item()
+            found[f"accuracy, {name} style"] = accuracy(logits, self.test.labels)
         return {"objective": found.pop("unseen"), "cross entropy, seen style": found.pop("seen"), **found}
 
 
@@ -131,16 +131,11 @@ def run(config: Config, seed: int) -> Run:
     made = _Learner(config, seed)
 
     def unmixed() -> Mapping[str, Sequence[float]]:
-        its = _Learner(config, seed, _unmixed)
-        return trained(config, its.loss, its.optimizer, its.advance, its.judge)
+        return learned(config, _Learner(config, seed, _unmixed))
 
-    return Run(
-        parameters=made.parameters,
-        loss=made.loss,
-        objective=Objective(label="cross entropy in the unseen style (nats per image)", higher_is_better=False),
-        evaluate=made.judge,
-        optimizer=made.optimizer,
-        target=lambda: gradient_of(made.loss(_scaled_and_shifted), made.parameters),
-        after_step=made.advance,
-        methods=Methods(label="update", steps=steps_of(config), train={"no mixing": unmixed}),
+    return run_of(
+        made,
+        Objective(label="cross entropy in the unseen style (nats per image)", higher_is_better=False),
+        lambda: gradient_of(made.loss(_scaled_and_shifted), made.parameters),
+        methods=methods_of(config, {"no mixing": unmixed}),
     )

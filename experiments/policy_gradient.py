@@ -38,11 +38,11 @@ from toolkit.policy_gradient import (
     sac_critic_loss,
     sac_temperature_loss,
 )
-from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
+from toolkit.runner import Event, ExperimentConfig, Objective, Run, Sweep
 
 from ._digits import Batches, digits_of
 from ._gridworld import four_rooms
-from ._training import steps_of, trained
+from ._training import accuracy, methods_of, trained
 
 __all__ = ["Config", "run"]
 
@@ -176,7 +176,7 @@ class _Bandit:
         right = log_policy.gather(-1, self.test.labels[:, None]).exp()
         return {
             "objective": right.mean().item(),
-            "accuracy": (log_policy.argmax(-1) == self.test.labels).double().mean().item(),
+            "accuracy": accuracy(log_policy, self.test.labels),
         }
 
 
@@ -212,11 +212,7 @@ def _digits(config: Config, seed: int) -> Run:
             values=shares,
             evaluate=partial(_weights_of_images, shares, config.n_samples),
         ),
-        methods=Methods(
-            label="update",
-            steps=steps_of(config),
-            train={name: partial(train, advantages) for name, advantages in others.items()},
-        ),
+        methods=methods_of(config, {name: partial(train, advantages) for name, advantages in others.items()}),
     )
 
 

@@ -13,7 +13,7 @@ N images, D entries of a latent vector, K codes, M stages, T time steps, H neuro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -41,7 +41,7 @@ from toolkit.quantization import (
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
 
 from ._digits import Batches, digits_of
-from ._training import steps_of, trained
+from ._training import accuracy, methods_of, trained
 
 __all__ = ["Autoencoder", "Config", "SpikingClassifier", "run", "step_in_each_stage"]
 
@@ -252,7 +252,7 @@ def _methods(config: Config, seed: int) -> Methods:
                 train, Autoencoder.loss, commitment=config.commitment / config.n_quantizers
             ),
         }
-    return Methods(label="step", steps=steps_of(config), train=methods)
+    return methods_of(config, methods, "step")
 
 
 def _trained(
@@ -328,7 +328,7 @@ def _spike_digits(config: Config, seed: int) -> Run:
         logits = model(test.inputs)
         return {
             "objective": functional.cross_entropy(logits, test.labels).item(),
-            "accuracy": (logits.argmax(1) == test.labels).double().mean().item(),
+            "accuracy": accuracy(logits, test.labels),
             "spikes per neuron and step": spikes.mean().item(),
         }
 
@@ -379,7 +379,7 @@ def _backward_through_time(model: SpikingClassifier, images: Tensor, labels: Ten
     of_spikes = residual @ model.readout.weight / len(spikes)
     slope = _slope(model.config.surrogate, model.config.steepness)
     later = total = torch.zeros_like(rates)
-    for potential in _backwards(potentials):
+    for potential in reversed(potentials.unbind()):
         later = slope(potential - 1) * of_spikes + model.config.decay * later
         total = total + later
     return {
@@ -388,7 +388,3 @@ def _backward_through_time(model: SpikingClassifier, images: Tensor, labels: Ten
         "readout.weight": residual.T @ rates,
         "readout.bias": residual.sum(0),
     }
-
-
-def _backwards(potentials: Tensor) -> Iterator[Tensor]:
-    return reversed(potentials.unbind())

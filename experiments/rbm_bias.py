@@ -46,7 +46,7 @@ from toolkit.rbm.bias import (
 )
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
-from ._training import gradient_of, steps_of
+from ._training import followed, gradient_of, methods_of
 
 __all__ = ["Config", "run"]
 
@@ -120,7 +120,6 @@ def run(config: Config, seed: int) -> Run:
 def _methods(config: Config, seed: int, images: Tensor, start: Tensor) -> Methods:
     """Return descent along other gradient fields, from the same parameters."""
     k = config.gibbs_steps
-    steps = steps_of(config)
     updates: dict[str, Update] = {
         "the exact gradient": _exact,
         f"CD-{2 * k}": partial(_contrastive_divergence, steps=2 * k),
@@ -128,22 +127,17 @@ def _methods(config: Config, seed: int, images: Tensor, start: Tensor) -> Method
     }
 
     def train(update: Update) -> dict[str, Sequence[float]]:
-        rbm, values = _machine(config, seed), []
-        for step in range(config.steps + 1):
-            if step in steps:
-                values.append(_judge(rbm, images)["objective"])
-            if step < config.steps:
-                found = update(rbm, start)
-                with torch.no_grad():
-                    for name, parameter in rbm.named_parameters():
-                        parameter.sub_(found[name], alpha=config.learning_rate)
-        return {"objective": values}
+        rbm = _machine(config, seed)
 
-    return Methods(
-        label="update",
-        steps=steps,
-        train={name: partial(train, update) for name, update in updates.items()},
-    )
+        def descend_along(step: int) -> None:
+            found = update(rbm, start)
+            with torch.no_grad():
+                for name, parameter in rbm.named_parameters():
+                    parameter.sub_(found[name], alpha=config.learning_rate)
+
+        return followed(config, descend_along, lambda: _judge(rbm, images))
+
+    return methods_of(config, {name: partial(train, update) for name, update in updates.items()})
 
 
 def _machine(config: Config, seed: int) -> RBM:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset
-from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
+from toolkit.runner import Event, ExperimentConfig, Objective, Run
 from toolkit.self_supervised import (
     BYOL_TARGET,
     DINO_TARGET,
@@ -52,12 +52,10 @@ from toolkit.self_supervised import (
 from ._digits import digits_of
 from ._embeddings import COLLAPSE, NEIGHBOURS, judged, spectrum_of, unit
 from ._teachers import Teacher, without_average
-from ._training import gradient_of, steps_of, trained
+from ._training import accuracy, gradient_of, learned, methods_of, run_of, trained
 from ._views import Views
 
 __all__ = ["Config", "run"]
-
-Loss = Callable[[], Tensor]
 
 
 class Config(ExperimentConfig):
@@ -169,6 +167,8 @@ class _Distillation:
             self.student, self._predictor = student.to(self.train.inputs), nn.Identity()
         self.views = _views(self.train.inputs, config, generator)
         self.parameters = {**_named(self.student), **dict(self._predictor.named_parameters(prefix="predictor"))}
+        momentum = 0.0 if config.task == "dino" else 0.9
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=config.learning_rate, momentum=momentum)
         self._teacher = Teacher(self.student, config.momentum if average else 0.0)
         self._outputs = self.train.inputs
         self.center = self.train.inputs.new_zeros(config.n_features)
@@ -204,10 +204,9 @@ class _Distillation:
         sharpened = ((wanted - self.center) / 0.04).softmax(-1)
         return ((student / 0.1).softmax(-1) - sharpened).detach() / 0.1 / student[..., 0].numel()
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return gradient descent, for BYOL and MoCo with momentum."""
-        momentum = 0.0 if self._config.task == "dino" else 0.9
-        return torch.optim.SGD(self.parameters.values(), lr=self._config.learning_rate, momentum=momentum)
+    def judge(self) -> dict[str, float]:
+        """Return the metrics."""
+        return judged(self.student, self.train, self.test)
 
     def advance(self, step: int) -> None:
         """Keep the teacher and the centre or the keys of the step, and draw the next views."""
@@ -226,23 +225,10 @@ def _distilled(config: Config, seed: int) -> Run:
         student, teacher = made.outputs()
         return gradient_of(student, made.parameters, made.slope(student, teacher))
 
-    def alone(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
-        itself = _Distillation(config, seed, average=False)
-        judge = partial(judged, itself.student, itself.train, itself.test)
-        with unblock(*open_blocks):
-            return trained(config, itself.loss, itself.optimizer(), itself.advance, judge)
+    def alone(opened: Sequence[str]) -> dict[str, Sequence[float]]:
+        return learned(config, _Distillation(config, seed, average=False), opened)
 
-    return Run(
-        parameters=made.parameters,
-        loss=made.loss,
-        objective=NEIGHBOURS,
-        evaluate=lambda: judged(made.student, made.train, made.test),
-        optimizer=made.optimizer(),
-        target=target,
-        after_step=made.advance,
-        events=[COLLAPSE],
-        methods=without_average(config, alone, stops),
-    )
+    return run_of(made, NEIGHBOURS, target, events=[COLLAPSE], methods=without_average(config, alone, stops))
 
 
 # --- SwAV ---------------------------------------------------------------------------------------------------------
@@ -263,12 +249,17 @@ class _Prototypes:
         self.prototypes = nn.Parameter(drawn.to(self.train.inputs))
         self.parameters = {**_named(self.encoder), "prototypes": self.prototypes}
         self.views = _views(self.train.inputs, config, generator)
+        self.advance = self.views.advance
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=config.learning_rate, momentum=0.9)
 
     def scores(self) -> Tensor:
         """Return the cosines of embeddings and prototypes, (2, N, K)."""
         embeddings = torch.stack([self.encoder(view) for view in (self.views.first, self.views.second)])
         return unit(embeddings) @ unit(self.prototypes).mT
+
+    def loss(self) -> Tensor:
+        """Return the surrogate."""
+        return swav_loss(self.scores())
 
     def unbalanced(self) -> Tensor:
         """Return SwAV's loss with codes that are not balanced: DINO's without a centre."""
@@ -290,29 +281,22 @@ def _swav(config: Config, seed: int) -> Run:
         slope = ((scores / 0.1).softmax(-1) - codes).detach() / 0.1 / scores[..., 0].numel()
         return gradient_of(scores, made.parameters, slope)
 
-    def unbalanced(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
+    def unbalanced(opened: Sequence[str]) -> dict[str, Sequence[float]]:
         itself = _Prototypes(config, seed)
-        with unblock(*open_blocks):
-            return trained(config, itself.unbalanced, itself.optimizer, itself.views.advance, itself.judge)
+        with unblock(*opened):
+            return trained(config, itself.unbalanced, itself.optimizer, itself.advance, itself.judge)
 
-    return Run(
-        parameters=made.parameters,
-        loss=lambda: swav_loss(made.scores()),
-        objective=NEIGHBOURS,
-        evaluate=made.judge,
-        optimizer=made.optimizer,
-        target=target,
-        after_step=made.views.advance,
+    others = {
+        "codes without balance, with the stop": partial(unbalanced, ()),
+        "codes without balance, without the stop": partial(unbalanced, (DINO_TARGET.name,)),
+    }
+    return run_of(
+        made,
+        NEIGHBOURS,
+        target,
         events=[_FEW_DIRECTIONS],
         sweep=spectrum_of(made.encoder, made.test.inputs, config.n_features),
-        methods=Methods(
-            label="update",
-            steps=steps_of(config),
-            train={
-                "codes without balance, with the stop": partial(unbalanced, ()),
-                "codes without balance, without the stop": partial(unbalanced, (DINO_TARGET.name,)),
-            },
-        ),
+        methods=methods_of(config, others),
     )
 
 
@@ -329,75 +313,74 @@ def _balanced(scores: Tensor) -> Tensor:
 
 
 def _fixmatch(config: Config, seed: int) -> Run:
-    model, parameters, losses, views, evaluate = _few_labels(config, seed)
+    made = _FewLabels(config, seed)
+    model, views, parameters = made.model, made.views, made.parameters
 
     def target() -> dict[str, Tensor]:
         weak, strong = model(views.first), model(views.second)
         likely = weak.detach().softmax(-1)
         slope = strong.detach().softmax(-1) - nn.functional.one_hot(likely.argmax(-1), 10)
         slope = slope * (likely.amax(-1, keepdim=True) >= config.threshold) / len(slope)
-        labelled = gradient_of(losses["labels alone"](), parameters)
+        labelled = gradient_of(made.labelled(), parameters)
         pulled = gradient_of(strong, parameters, slope)
         return {name: labelled[name] + pulled[name] for name in parameters}
 
-    def other(name: str, open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
-        _, parameters, losses, views, evaluate = _few_labels(config, seed)
-        optimizer = torch.optim.SGD(parameters.values(), lr=config.learning_rate, momentum=0.9)
-        with unblock(*open_blocks):
-            return trained(config, losses[name], optimizer, views.advance, evaluate)
+    def other(loss: Callable[[_FewLabels], Tensor], opened: Sequence[str]) -> dict[str, Sequence[float]]:
+        its = _FewLabels(config, seed)
+        with unblock(*opened):
+            return trained(config, partial(loss, its), its.optimizer, its.advance, its.judge)
 
-    return Run(
-        parameters=parameters,
-        loss=losses["hard"],
-        objective=Objective(label="test accuracy", higher_is_better=True),
-        evaluate=evaluate,
-        optimizer=torch.optim.SGD(parameters.values(), lr=config.learning_rate, momentum=0.9),
-        target=target,
-        after_step=views.advance,
-        methods=Methods(
-            label="update",
-            steps=steps_of(config),
-            train={
-                "labels alone": partial(other, "labels alone", ()),
-                "soft labels": partial(other, "soft", ()),
-                "soft labels, without the stop": partial(other, "soft", (SOFT_LABEL.name,)),
-            },
-        ),
-    )
-
-
-def _few_labels(
-    config: Config, seed: int
-) -> tuple[nn.Module, dict[str, Tensor], dict[str, Loss], Views, Callable[[], dict[str, float]]]:
-    """Return a classifier, its parameters, losses by name, the views of images without labels, and its judge."""
-    train, test, generator = _data(config, seed)
-    model = nn.Sequential(*mlp(64, 10, widths=[config.width], activation=nn.ReLU, generator=generator)).to(train.inputs)
-    order = torch.randperm(len(train.labels), generator=generator).to(train.labels.device)
-    chosen = torch.cat([order[train.labels[order] == label][: config.labelled] for label in range(10)])
-    images, labels = train.inputs[chosen], train.labels[chosen]
-    views = _views(train.inputs, config, generator)
-    parameters = _named(model)
-
-    def labelled() -> Tensor:
-        return nn.functional.cross_entropy(model(images), labels)
-
-    losses: dict[str, Loss] = {
-        "labels alone": labelled,
-        "hard": lambda: labelled() + fixmatch_loss(model(views.second), model(views.first), threshold=config.threshold),
-        "soft": lambda: labelled() + soft_label_loss(model(views.second), model(views.first)),
+    others = {
+        "labels alone": partial(other, _FewLabels.labelled, ()),
+        "soft labels": partial(other, _FewLabels.soft, ()),
+        "soft labels, without the stop": partial(other, _FewLabels.soft, (SOFT_LABEL.name,)),
     }
+    objective = Objective(label="test accuracy", higher_is_better=True)
+    return run_of(made, objective, target, methods=methods_of(config, others))
+
+
+class _FewLabels:
+    """A classifier, a few images with labels, and the views of images without.
+
+    Args:
+        config: The values.
+        seed: Of the run.
+    """
+
+    def __init__(self, config: Config, seed: int) -> None:
+        train, self.test, generator = _data(config, seed)
+        model = mlp(64, 10, widths=[config.width], activation=nn.ReLU, generator=generator)
+        self.model, self._threshold = nn.Sequential(*model).to(train.inputs), config.threshold
+        order = torch.randperm(len(train.labels), generator=generator).to(train.labels.device)
+        chosen = torch.cat([order[train.labels[order] == label][: config.labelled] for label in range(10)])
+        self._images, self._labels = train.inputs[chosen], train.labels[chosen]
+        self.views = _views(train.inputs, config, generator)
+        self.advance, self.parameters = self.views.advance, _named(self.model)
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=config.learning_rate, momentum=0.9)
+
+    def labelled(self) -> Tensor:
+        """Return the cross entropy of the images with labels."""
+        return nn.functional.cross_entropy(self.model(self._images), self._labels)
+
+    def loss(self) -> Tensor:
+        """Return the surrogate."""
+        strong, weak = self.model(self.views.second), self.model(self.views.first)
+        return self.labelled() + fixmatch_loss(strong, weak, threshold=self._threshold)
+
+    def soft(self) -> Tensor:
+        """Return the loss with soft pseudo-labels."""
+        return self.labelled() + soft_label_loss(self.model(self.views.second), self.model(self.views.first))
 
     @torch.no_grad()
-    def evaluate() -> dict[str, float]:
-        logits = model(test.inputs)
+    def judge(self) -> dict[str, float]:
+        """Return the metrics."""
+        logits = self.model(self.test.inputs)
         p = logits.softmax(-1)
         return {
-            "objective": (logits.argmax(-1) == test.labels).double().mean().item(),
+            "objective": accuracy(logits, self.test.labels),
             "entropy of the answers (nats)": torch.special.entr(p).sum(-1).mean().item(),
-            "share of confident answers": (p.amax(-1) >= config.threshold).double().mean().item(),
+            "share of confident answers": (p.amax(-1) >= self._threshold).double().mean().item(),
         }
-
-    return model, parameters, losses, views, evaluate
 
 
 # --- shared parts -------------------------------------------------------------------------------------------------

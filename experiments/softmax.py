@@ -28,6 +28,8 @@ from toolkit.datasets import Dataset, digits
 from toolkit.runner import ExperimentConfig, Objective, Run
 from toolkit.softmax import cross_entropy
 
+from ._training import accuracy, descend
+
 __all__ = ["INNER", "OUTER", "Config", "calibration_error", "half_blocked_logsumexp", "maximum_likelihood", "run"]
 
 INNER = block(
@@ -158,7 +160,7 @@ def _calibrate_digits(config: Config, seed: int) -> Run:
             scaled = test_logits * scale + bias
             return {
                 "objective": torch.nn.functional.cross_entropy(scaled, test_labels).item(),
-                "accuracy": (scaled.argmax(-1) == test_labels).double().mean().item(),
+                "accuracy": accuracy(scaled, test_labels),
                 "calibration error": calibration_error(scaled.cpu(), test_labels.cpu()),
             }
 
@@ -200,7 +202,7 @@ def _fit_synthetic(config: Config, seed: int) -> Run:
             logits = inputs @ weight + bias
             return {
                 "objective": torch.nn.functional.cross_entropy(logits, labels).item(),
-                "accuracy": (logits.argmax(-1) == labels).double().mean().item(),
+                "accuracy": accuracy(logits, labels),
                 "mean logit": logits.mean().item(),
             }
 
@@ -248,9 +250,7 @@ def _trained_classifier(dtype: torch.dtype, seed: int) -> Callable[[Tensor], Ten
     bias = torch.zeros(10, dtype=inputs.dtype, requires_grad=True)
     optimizer = torch.optim.Adam([weight, bias], lr=0.1)
     for _ in range(100):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(inputs @ weight + bias, labels).backward()
-        optimizer.step()
+        descend(optimizer, torch.nn.functional.cross_entropy(inputs @ weight + bias, labels))
     return lambda images: (images @ weight + bias).detach()
 
 

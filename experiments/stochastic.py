@@ -39,7 +39,7 @@ from toolkit.stochastic import (
 )
 
 from ._digits import Batches, split_digits
-from ._training import gradient_of
+from ._training import accuracy, gradient_of, perceptron
 
 __all__ = ["Config", "run"]
 
@@ -123,7 +123,7 @@ def _bandit(config: Config, seed: int) -> Run:
         log_p = policy(test.inputs).log_softmax(1)
         return {
             "objective": log_p.exp().gather(1, test.labels[:, None]).mean().item(),
-            "accuracy": (log_p.argmax(1) == test.labels).double().mean().item(),
+            "accuracy": accuracy(log_p, test.labels),
             "entropy of the policy (nats)": -(log_p.exp() * log_p).sum(1).mean().item(),
         }
 
@@ -335,8 +335,10 @@ def _importance(config: Config, seed: int) -> Run:
     train, test = split_digits(dtype)
     batches = Batches(train, config.batch_size, generator, prepare=_black_and_white)
     held_out = _black_and_white(test.inputs[:200])
-    encoder = _network(64, config.width, 2 * config.n_latent, generator, dtype)
-    decoder = _network(config.n_latent, config.width, 64, generator, dtype)
+    encoder, decoder = (
+        perceptron([inputs, config.width, outputs], nn.Tanh, generator=generator, dtype=dtype)
+        for inputs, outputs in ((64, 2 * config.n_latent), (config.n_latent, 64))
+    )
     parameters = {**dict(encoder.named_parameters("encoder")), **dict(decoder.named_parameters("decoder"))}
     noise = torch.randn(config.samples, config.batch_size, config.n_latent, generator=generator, dtype=dtype)
     judged = torch.randn(50, len(held_out), config.n_latent, generator=generator, dtype=dtype)
@@ -395,11 +397,3 @@ def _importance(config: Config, seed: int) -> Run:
         target=target,
         after_step=after_step,
     )
-
-
-def _network(inputs: int, width: int, outputs: int, generator: torch.Generator, dtype: torch.dtype) -> nn.Sequential:
-    layers = [nn.Linear(inputs, width, dtype=dtype), nn.Linear(width, outputs, dtype=dtype)]
-    for layer in layers:
-        nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
-        nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1])

@@ -32,7 +32,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
+from toolkit.runner import Event, ExperimentConfig, Objective, Run, Sweep
 from toolkit.value_learning import (
     categorical_td_learning,
     error_estimate_loss,
@@ -45,7 +45,7 @@ from toolkit.value_learning import (
     tdc_loss,
 )
 
-from ._training import steps_of
+from ._training import followed, methods_of
 
 __all__ = ["Config", "Walk", "run", "true_values"]
 
@@ -129,12 +129,16 @@ def true_values(n_states: int) -> Tensor:
     return torch.arange(1, n_states + 1, dtype=torch.float64) / (n_states + 1)
 
 
-def _random_walk(config: Config, seed: int) -> Run:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, config.dtype)
+def _walked(config: Config, seed: int) -> tuple[Walk, Tensor, torch.Generator, torch.dtype]:
+    """Return the episodes, the true values, and the generator for further draws."""
+    generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, config.dtype)
     walk = Walk.sampled(config.n_states, config.n_episodes, generator, dtype)
+    return walk, true_values(config.n_states).to(dtype), generator, dtype
+
+
+def _random_walk(config: Config, seed: int) -> Run:
+    walk, truth, generator, dtype = _walked(config, seed)
     states, rewards, discounts, following = walk.transitions()
-    truth = true_values(config.n_states).to(dtype)
     start = torch.rand(config.n_states, generator=generator, dtype=dtype)
     values = start.clone().requires_grad_()
 
@@ -156,7 +160,6 @@ def _random_walk(config: Config, seed: int) -> Run:
         ]
         return {"error of the fixed point": [_rms(point - truth) for point in fixed_points]}
 
-    steps = steps_of(config)
     return Run(
         parameters={"values": values},
         loss=loss,
@@ -165,17 +168,11 @@ def _random_walk(config: Config, seed: int) -> Run:
         optimizer=torch.optim.SGD([values], lr=config.learning_rate),
         target=target if config.lambda_ == 0 else None,
         sweep=Sweep(label="lambda", values=tuple(config.swept_lambdas), evaluate=sweep),
-        methods=Methods(
-            label="update",
-            steps=steps,
-            train={"two samples": partial(_two_samples, config, walk, start, seed, steps)},
-        ),
+        methods=methods_of(config, {"two samples": partial(_two_samples, config, walk, start, seed)}),
     )
 
 
-def _two_samples(
-    config: Config, walk: Walk, start: Tensor, seed: int, steps: Sequence[int]
-) -> dict[str, Sequence[float]]:
+def _two_samples(config: Config, walk: Walk, start: Tensor, seed: int) -> dict[str, Sequence[float]]:
     """Return the errors of descent on the product of two errors with independent next states.
 
     Every transition is paired with another one from the same state, drawn anew for each step.
@@ -183,11 +180,9 @@ def _two_samples(
     generator = torch.Generator().manual_seed(seed)
     before, rewards, discounts, following = walk.transitions()
     truth = true_values(config.n_states).to(start)
-    values, found = start.clone().requires_grad_(), []
-    order = before.argsort(stable=True)
-    for step in range(config.steps + 1):
-        if step in steps:
-            found.append(_rms(values - truth))
+    values, order = start.clone().requires_grad_(), before.argsort(stable=True)
+
+    def update(step: int) -> None:
         # A random order of the transitions of each state.
         shuffled = torch.rand(len(before), generator=generator).argsort()
         shuffled = shuffled[before[shuffled].argsort(stable=True)]
@@ -196,7 +191,8 @@ def _two_samples(
         (slope,) = torch.autograd.grad(0.5 * (errors[order] * errors[shuffled]).mean(), values)
         with torch.no_grad():
             values.sub_(slope, alpha=config.learning_rate)
-    return {"objective": found}
+
+    return followed(config, update, lambda: {"objective": _rms(values - truth)})
 
 
 def _fixed_point(loss: Callable[[Tensor], Tensor], n_states: int, dtype: torch.dtype) -> Tensor:
@@ -227,7 +223,6 @@ def _baird(config: Config, seed: int) -> Run:
         errors = batch.discounts * (batch.after @ weights) - batch.before @ weights
         return {"weights": -batch.before.T @ (batch.ratios * errors) / config.batch_size}
 
-    steps = steps_of(config)
     return Run(
         parameters={"weights": weights},
         loss=loss,
@@ -237,11 +232,10 @@ def _baird(config: Config, seed: int) -> Run:
         target=target,
         after_step=lambda step: batch.draw(),
         events=[Event(says="the weights grew tenfold", metric="norm of the weights", above=100.0)],
-        methods=Methods(
-            label="update",
-            steps=steps,
-            train={
-                name: partial(_gradient_td, config, seed, loss_of_values, steps)
+        methods=methods_of(
+            config,
+            {
+                name: partial(_gradient_td, config, seed, loss_of_values)
                 for name, loss_of_values in (("TDC", tdc_loss), ("GTD2", gtd2_loss))
             },
         ),
@@ -287,19 +281,14 @@ def _judge_star(features: Tensor, weights: Tensor, discount: float) -> dict[str,
     }
 
 
-def _gradient_td(
-    config: Config, seed: int, loss_of_values: Callable[..., Tensor], steps: Sequence[int]
-) -> dict[str, Sequence[float]]:
+def _gradient_td(config: Config, seed: int, loss_of_values: Callable[..., Tensor]) -> dict[str, Sequence[float]]:
     """Return the metrics of GTD2 or TDC on the same transitions."""
     features = _star(getattr(torch, config.dtype))
     batch = _Batch(features, config, seed)
     weights = _first_weights(features).requires_grad_()
     second = torch.zeros_like(weights).requires_grad_()
-    found: dict[str, list[float]] = {}
-    for step in range(config.steps + 1):
-        if step in steps:
-            for name, value in _judge_star(features, weights, config.discount).items():
-                found.setdefault(name, []).append(value)
+
+    def update(step: int) -> None:
         h = batch.before @ second
         arguments = (batch.before @ weights, batch.rewards, batch.discounts, batch.after @ weights, h, batch.ratios)
         total = loss_of_values(*arguments) + error_estimate_loss(*arguments)
@@ -308,7 +297,8 @@ def _gradient_td(
             weights.sub_(by_weights, alpha=config.learning_rate)
             second.sub_(by_second, alpha=config.estimate_rate * config.learning_rate)
         batch.draw()
-    return dict(found)
+
+    return followed(config, update, lambda: _judge_star(features, weights, config.discount))
 
 
 def _cliff(config: Config, seed: int) -> Run:
@@ -383,11 +373,8 @@ def _best_values(before: Tensor, actions: Tensor, rewards: Tensor, discounts: Te
 
 
 def _distribution(config: Config, seed: int) -> Run:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, config.dtype)
-    walk = Walk.sampled(config.n_states, config.n_episodes, generator, dtype)
+    walk, truth, generator, dtype = _walked(config, seed)
     before, rewards, discounts, after, shares = _counted(walk)
-    truth = true_values(config.n_states).to(dtype)
     atoms = torch.linspace(0, 1, config.n_atoms, dtype=dtype)
     logits = (0.1 * torch.randn(config.n_states, config.n_atoms, generator=generator, dtype=dtype)).requires_grad_()
 
@@ -424,11 +411,8 @@ def _distribution(config: Config, seed: int) -> Run:
 
 
 def _quantiles(config: Config, seed: int) -> Run:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, config.dtype)
-    walk = Walk.sampled(config.n_states, config.n_episodes, generator, dtype)
+    walk, truth, generator, dtype = _walked(config, seed)
     before, rewards, discounts, after, shares = _counted(walk)
-    truth = true_values(config.n_states).to(dtype)
     probabilities = (torch.arange(config.n_atoms, dtype=dtype) + 0.5) / config.n_atoms
     quantiles = torch.rand(config.n_states, config.n_atoms, generator=generator, dtype=dtype).requires_grad_()
 

@@ -37,7 +37,7 @@ from toolkit.weighting import (
 )
 
 from ._digits import Batches, digits_of, network
-from ._training import gradient_of, steps_of, trained
+from ._training import accuracy, descend, gradient_of, methods_of, trained
 
 __all__ = ["Config", "run"]
 
@@ -88,7 +88,7 @@ def run(config: Config, seed: int) -> Run:
 def _judge(logits: Tensor, labels: Tensor) -> dict[str, float]:
     return {
         "objective": nn.functional.cross_entropy(logits, labels).item(),
-        "accuracy": (logits.argmax(-1) == labels).double().mean().item(),
+        "accuracy": accuracy(logits, labels),
         "mean confidence": logits.softmax(-1).amax(-1).mean().item(),
     }
 
@@ -168,11 +168,7 @@ def _other_losses(config: Config, seed: int, test: Dataset) -> Methods:
             judge,
         )
 
-    return Methods(
-        label="update",
-        steps=steps_of(config),
-        train={name: partial(train, loss) for name, loss in losses.items()},
-    )
+    return methods_of(config, {name: partial(train, loss) for name, loss in losses.items()})
 
 
 # --- circle loss -----------------------------------------------------------------------------------------------------
@@ -434,10 +430,7 @@ def _exact_pairs(config: Config, seed: int, train: Tensor, test: Tensor) -> Meth
                 means.append(torch.softmax(-(torch.cdist(noisy, train) / t).square() / 2, -1) @ train)
             mean = means[step]
             with unblock(*opened):
-                slopes = gradient_of(learner.loss(mean, (noisy - mean) / t), learner.parameters)
-            for name, parameter in learner.parameters.items():
-                parameter.grad = slopes[name]
-            optimizer.step()
+                descend(optimizer, learner.loss(mean, (noisy - mean) / t))
             draws.advance(step + 1)
         return {name: [value] for name, value in learner.judge(test).items()}
 
