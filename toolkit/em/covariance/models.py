@@ -26,7 +26,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from toolkit.em.covariance.orientations import (
     to_skew,
     upper_factor,
 )
-from toolkit.em.covariance.structure import Structure, identity_like, raise_if_singular
+from toolkit.em.covariance.structure import CovarianceType, Structure, identity_like, raise_if_singular
 
 __all__ = [
     "COVARIANCE_MODELS",
@@ -55,12 +55,16 @@ __all__ = [
     "covariances_from_scatter",
     "model_of",
     "n_free_parameters",
+    "type_of",
 ]
 
 CovarianceModel = Literal[
     "EII", "VII", "EEI", "VEI", "EVI", "VVI", "EEE", "VEE", "EVE", "VVE", "EEV", "VEV", "EVV", "VVV"
 ]
 COVARIANCE_MODELS: tuple[CovarianceModel, ...] = get_args(CovarianceModel)
+
+# The models that are scikit-learn's types under another name.
+_TYPES: dict[str, CovarianceType] = {"VVV": "full", "EEE": "tied", "VVI": "diag", "VII": "spherical"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -393,6 +397,11 @@ def model_of(model: str) -> Model:
     """
     choice("model", model, _MODELS)
     return _MODELS[model]
+
+
+def type_of(covariance: CovarianceType | CovarianceModel) -> CovarianceType | None:
+    """Return the type that a model is equal to, a type itself, or None for the other models."""
+    return cast(CovarianceType, covariance) if covariance in get_args(CovarianceType) else _TYPES.get(covariance)
 
 
 # --- M-steps ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Self, cast, get_args
+from typing import Literal, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -39,13 +39,13 @@ from toolkit._data import (
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
+from toolkit.em.covariance.models import model_of, type_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
-from toolkit.em.engine.ascent import Engine, GaussianEngine, check_resolved, climb_each, collapsed_components
+from toolkit.em.engine.ascent import Engine, Fit, GaussianEngine, check_resolved, climb_each, collapsed_components
 from toolkit.em.engine.checks import check_callback
 from toolkit.em.engine.samples import prepare
 from toolkit.em.estimators._density import FEW, log_joint, log_joint_of_few
 from toolkit.em.estimators._start import InitParams, check_init_parameters, starts_by
-from toolkit.em.estimators._types import as_gaussian, engine_type, gaussian_type, model_of, start_type
 from toolkit.em.estimators.base_mixture import BaseMixture, numbers, tensor
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.information import ErrorMethod, standard_errors
@@ -109,7 +109,7 @@ class OnlineFit:
 
 def _learns_online(mixture: GaussianMixture) -> bool:
     """Say whether an estimator has `partial_fit`, for ``hasattr`` in scikit-learn."""
-    if engine_type(mixture.covariance_type) is None or mixture.missing:
+    if type_of(mixture.covariance_type) is None or mixture.missing:
         raise AttributeError(
             f"`partial_fit` is there for the types {', '.join(COVARIANCE_TYPES)} without missing values. "
             f"Found covariance_type={mixture.covariance_type!r}, missing={mixture.missing!r}."
@@ -362,7 +362,7 @@ class GaussianMixture(BaseMixture):
             "Using EM to obtain asymptotic variance-covariance matrices", 1991, equation 2.3.5.
         """
         check_is_fitted(self, "weights_")
-        kind = engine_type(self.covariance_type)
+        kind = type_of(self.covariance_type)
         if kind is None:
             raise ValueError(
                 f"`standard_errors` should be asked of the types {', '.join(COVARIANCE_TYPES)}. "
@@ -425,10 +425,9 @@ class GaussianMixture(BaseMixture):
                 yield from super()._log_joints([part])
                 continue
             if few and part.numel() * len(self.weights_) <= FEW:
-                kind = gaussian_type(self.covariance_type) or "full"
                 values = (self.weights_, self.means_, self.precisions_cholesky_, part)
                 weights, means, factor, array = map(np.asarray, values)
-                yield torch.from_numpy(log_joint_of_few(weights, means, factor, array, kind))
+                yield torch.from_numpy(log_joint_of_few(weights, means, factor, array, self._kept_type))
                 continue
             mixture = mixture or self._parameters()
             for batch in self._batches([part]):
@@ -439,11 +438,13 @@ class GaussianMixture(BaseMixture):
             log_weights=tensor(self.weights_).log(),
             means=tensor(self.means_),
             precisions_cholesky=tensor(self.precisions_cholesky_),
-            covariance_type=gaussian_type(self.covariance_type) or "full",
+            covariance_type=self._kept_type,
         )
 
     def _n_parameters(self) -> int:
-        return n_free_parameters(model_of(self.covariance_type), *self.means_.shape)
+        if self._is_type:
+            return self._parameters().n_parameters
+        return n_free_parameters(cast(CovarianceModel, self.covariance_type), *self.means_.shape)
 
     def _draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
         mixture = self._parameters()
@@ -463,7 +464,17 @@ class GaussianMixture(BaseMixture):
     @property
     def _is_type(self) -> bool:
         """Whether the covariance is one of scikit-learn's types, which priors and missing values are for."""
-        return gaussian_type(self.covariance_type) is not None
+        return self.covariance_type in COVARIANCE_TYPES
+
+    @property
+    def _kept_type(self) -> CovarianceType:
+        """The type of the attributes: a model has matrices."""
+        return cast(CovarianceType, self.covariance_type) if self._is_type else "full"
+
+    @property
+    def _start_type(self) -> CovarianceType:
+        """The type of the mixtures that fits start from."""
+        return type_of(self.covariance_type) or model_of(self.covariance_type).structure.wide.name
 
     def _check_parameters(self) -> None:
         """Raise a ValueError for the first parameter that is out of range."""
@@ -500,7 +511,7 @@ class GaussianMixture(BaseMixture):
         if is_chunked(x) or (isinstance(x, np.memmap) and x.nbytes > _MAPPED):
             if self.missing:
                 raise ValueError("`missing` should be False for samples that come in chunks. Found True.")
-            if engine_type(self.covariance_type) is None:
+            if type_of(self.covariance_type) is None:
                 raise ValueError(
                     f"`covariance_type` should be one of {', '.join(COVARIANCE_TYPES)} for samples in chunks. "
                     f"Found {self.covariance_type!r}."
@@ -519,7 +530,7 @@ class GaussianMixture(BaseMixture):
 
     def _engine(self, data: Data) -> Engine:
         n_components, reg_covar = int(self.n_components), float(self.reg_covar)
-        kind = engine_type(self.covariance_type)
+        kind = type_of(self.covariance_type)
         if kind is None:
             model = cast(CovarianceModel, self.covariance_type)
             return Climber(cast(Tensor, data.x), n_components, model, reg_covar, data.weights)
@@ -534,7 +545,7 @@ class GaussianMixture(BaseMixture):
 
     def _starts(self, data: Data, generator: torch.Generator) -> tuple[list[GaussianParameters], int]:
         """Return the starts, float64, and the number of singular ones; raise the last error if all were singular."""
-        x, kind = data.sampled, start_type(self.covariance_type)
+        x, kind = data.sampled, self._start_type
         weights, means, precisions = (
             None if (value := getattr(self, name)) is None else numbers(name, value).to(x.device)
             for name in ("weights_init", "means_init", "precisions_init")
@@ -575,9 +586,7 @@ class GaussianMixture(BaseMixture):
             raise error
         return starts, int(self.n_init) - len(starts)
 
-    def _climb(
-        self, engine: Engine, starts: list[GaussianParameters], progress: Progress
-    ) -> tuple[list[Climb[Any]], int]:
+    def _climb(self, engine: Engine, starts: list[GaussianParameters], progress: Progress) -> tuple[list[Fit], int]:
         """Return the fits from all starts or from the best ones, and the number of fits that became singular."""
         options = ClimbOptions(
             accelerate=self.accelerate,
@@ -594,6 +603,8 @@ class GaussianMixture(BaseMixture):
         fits, errors = climb_each(engine, points, options, progress, name)
         if not fits:
             raise errors[-1]
+        if isinstance(engine, Climber):
+            fits = [dataclasses.replace(found, parameters=found.parameters.to_gaussian()) for found in fits]
         return fits, len(errors)
 
     def _learn(self, x: Tensor, weights: Tensor | None, form: Form) -> None:
@@ -609,7 +620,7 @@ class GaussianMixture(BaseMixture):
 
     def _begin(self, x: Tensor, weights: Tensor | None, form: Form) -> OnlineState:
         """Return the first state of online EM: the last fit, or the result of a few steps on the first batch."""
-        kind = cast(CovarianceType, engine_type(self.covariance_type))
+        kind = cast(CovarianceType, type_of(self.covariance_type))
         if weights is not None:
             x, weights = x[weights > 0], weights[weights > 0]
         data = Data(x, weights, x, weights, form, len(x))
@@ -652,20 +663,19 @@ class GaussianMixture(BaseMixture):
                 f"`warm_start` should go on with the last fit's n_components={last.n_components} and "
                 f"{last.n_features} features. Found {self.n_components} and {x.shape[1]}."
             )
-        return last.as_type(start_type(self.covariance_type))
+        return last.as_type(self._start_type)
 
-    def _best(self, fits: list[Climb[Any]], dtype: torch.dtype) -> Climb[Any]:
+    def _best(self, fits: list[Fit], dtype: torch.dtype) -> Fit:
         """Return the fit of highest likelihood without a degenerate component, if there is one."""
         if len(fits) == 1:
             return fits[0]
-        sound = [not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)) for found in fits]
+        sound = [not collapsed_components(found.parameters, float(self.reg_covar)) for found in fits]
         return ranked(fits, dtype, sound=sound, count=1)[0]
 
-    def _set(self, found: Climb[Any], form: Form) -> None:
+    def _set(self, found: Fit, form: Form) -> None:
         """Set the attributes."""
-        parameters = as_gaussian(found.parameters)
-        collapsed = collapsed_components(parameters, float(self.reg_covar))
-        parameters = parameters.as_type(gaussian_type(self.covariance_type) or "full")
+        collapsed = collapsed_components(found.parameters, float(self.reg_covar))
+        parameters = found.parameters.as_type(self._kept_type)
         attributes = form.keep(
             weights_=parameters.weights,
             means_=parameters.means,
