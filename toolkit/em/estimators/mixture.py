@@ -50,7 +50,8 @@ from toolkit.em.estimators.base_mixture import BaseMixture, numbers, tensor
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.information import ErrorMethod, standard_errors
 from toolkit.em.mixture import Mixture
-from toolkit.em.models.missing import MissingEngine, MissingGaussian, impute
+from toolkit.em.models._patterns import MissingEngine
+from toolkit.em.models.missing import MissingGaussian, impute
 from toolkit.em.models.online import OnlineState, online_start, online_step
 from toolkit.em.models.parsimonious import COVARIANCE_MODELS, Climber, CovarianceModel, n_free_parameters
 from toolkit.em.models.prior import Prior

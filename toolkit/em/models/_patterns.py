@@ -1,4 +1,4 @@
-"""Samples with missing values, sorted by their pattern of missing features, and one pass of a mixture over them.
+"""EM of samples with missing values: sorted by their pattern of missing features, read in one pass, and iterated.
 
 The matrices of each pattern are factored once, those of many patterns in one batch.
 
@@ -14,10 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.em.covariance import structure_of
+from toolkit.blocks import no_graph
+from toolkit.em.covariance import DIAG, soft_counts, structure_of
+from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb_family
+from toolkit.em.engine.checks import check_variances, check_weights
 from toolkit.em.gaussian import GaussianParameters
+from toolkit.em.models._common import check_table
+from toolkit.em.models.prior import Prior
 
-__all__ = ["Incomplete", "Moments", "Pass"]
+__all__ = ["Incomplete", "MissingEngine", "Moments", "Pass", "check_incomplete", "em_step", "maximise"]
 
 # Bytes of one (K, P, B, D) array, which bounds the memory of a pass, and the most samples of one pattern in it.
 _CHUNK_BYTES = 2**21
@@ -216,3 +221,92 @@ class Moments:
         """Add the sums of all parts, from `Pass.moments`."""
         counts, first, second, seen = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
         return cls(counts, first, second, seen, origins)
+
+
+def em_step(
+    parameters: GaussianParameters, data: Incomplete, reg_covar: float, prior: Prior | None
+) -> tuple[GaussianParameters, Tensor]:
+    """Return the parameters after one EM step, float64, and the log-likelihood before it, nats per sample."""
+    sums, total = [], data.total_weight.new_zeros(())
+    for part in data.parts:
+        current = Pass.of(parameters, part)
+        log_density = current.log_joint.logsumexp(0)
+        total += (part.weights * log_density).sum()
+        sums.append(current.moments((current.log_joint - log_density).exp() * part.telling))
+    after = maximise(parameters, Moments.of(sums, parameters.means), reg_covar, prior)
+    return after, total / data.total_weight
+
+
+def maximise(before: GaussianParameters, moments: Moments, reg_covar: float, prior: Prior | None) -> GaussianParameters:
+    """Return the M-step. A component without samples is kept, as is a feature of a component without values."""
+    kind, structure = before.covariance_type, structure_of(before.covariance_type)
+    counts = soft_counts(moments.counts)
+    seen = counts[:, None].expand(moments.seen.shape) if structure.is_matrix else soft_counts(moments.seen)
+    shifts = moments.first / seen
+    means = moments.origins + shifts
+    scatter = structure.pool(moments.second - structure.wide.products(moments.first, shifts))
+    weights = counts / counts.sum()
+    if prior is not None:
+        weights, means, covariances = prior.maximise(
+            moments.counts, means, scatter, kind, feature_counts=None if structure.is_matrix else moments.seen
+        )
+        covariances = structure.regularise(covariances, reg_covar)
+    else:
+        covariances = structure.regularise(structure.estimate(scatter, seen), reg_covar)
+        if structure is DIAG:
+            covariances = torch.where(moments.seen < seen, before.covariances, covariances)
+    return GaussianParameters(
+        log_weights=weights.log(),
+        means=means,
+        precisions_cholesky=structure.factor(covariances),
+        covariance_type=kind,
+    )
+
+
+@dataclass(frozen=True)
+class MissingEngine:
+    """EM of the four types on one data set, which is arranged once."""
+
+    data: Incomplete
+    reg_covar: float
+    prior: Prior | None
+
+    @classmethod
+    def of(
+        cls, x: Tensor, n_components: int, reg_covar: float, sample_weight: Tensor | None, prior: Prior | None
+    ) -> MissingEngine:
+        """Arrange samples (N, D), with weights (N,), for mixtures of K components.
+
+        Raises:
+            ValueError: If a feature has no value at all.
+        """
+        check_incomplete(x, sample_weight)
+        return cls(Incomplete.of(x.double(), sample_weight, n_components), reg_covar, prior)
+
+    @no_graph()
+    def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[GaussianParameters]:
+        """Return the highest point found, float64; values include the log-prior over the sum of weights."""
+        structure = structure_of(start.covariance_type)
+
+        def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
+            after, value = em_step(parameters, self.data, self.reg_covar, self.prior)
+            return after, float(value) + self.log_prior(parameters)
+
+        def check(there: GaussianParameters) -> None:
+            check_variances(there.precisions_cholesky, structure, self.reg_covar)
+
+        return climb_family(em, start.to(torch.float64), options, check=check)
+
+    def log_prior(self, parameters: GaussianParameters) -> float:
+        """Return the log-density of the prior over the sum of weights; 0 without a prior."""
+        return 0.0 if self.prior is None else float(self.prior.log_density(parameters) / self.data.total_weight)
+
+
+def check_incomplete(x: Tensor, sample_weight: Tensor | None) -> None:
+    """Raise a TypeError or ValueError unless `x` (N, D) is finite or NaN, with at least one value of every feature."""
+    check_table(x, missing=True)
+    check_weights(sample_weight, len(x))
+    empty = (x if sample_weight is None else x[sample_weight > 0]).isnan().all(0)
+    if bool(empty.any()):
+        features = ", ".join(map(str, empty.nonzero().ravel().tolist()))
+        raise ValueError(f"`x` should have at least one value of every feature. Found none of feature {features}.")

@@ -26,15 +26,14 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
-from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
-from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
-from toolkit.em.engine.checks import check_covariance, check_prior, check_variances, check_weights
+from toolkit.em.covariance import CovarianceType, structure_of
+from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
+from toolkit.em.engine.checks import check_covariance, check_prior
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds, squared_distances
 from toolkit.em.engine.starts import Init, check_given, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights, e_step
-from toolkit.em.models._common import check_table
-from toolkit.em.models._patterns import Incomplete, Moments, Pass
+from toolkit.em.models._patterns import Incomplete, MissingEngine, Moments, Pass, check_incomplete, em_step, maximise
 from toolkit.em.models.prior import Prior
 
 __all__ = [
@@ -84,7 +83,7 @@ class MissingGaussian:
             ValueError: If the shapes do not fit together, or a covariance is singular.
         """
         moments = _expected_moments(self.parameters, x, responsibilities)
-        return MissingGaussian(_maximise(self.parameters, moments, reg_covar=0.0, prior=None))
+        return MissingGaussian(maximise(self.parameters, moments, reg_covar=0.0, prior=None))
 
     def unconstrained(self) -> dict[str, Tensor]:
         """Return unconstrained coordinates."""
@@ -226,11 +225,11 @@ def em_step_missing(
         tensor([[2., 1.]])
     """
     check_features(parameters, x)
-    _check(x, sample_weight)
+    check_incomplete(x, sample_weight)
     reg_covar = number("reg_covar", reg_covar, least=0)
     check_prior(prior)
     data = Incomplete.of(x.double(), sample_weight, parameters.n_components)
-    after, value = _em_step(parameters.to(torch.float64), data, reg_covar, prior)
+    after, value = em_step(parameters.to(torch.float64), data, reg_covar, prior)
     return after.to(parameters.means.dtype), value
 
 
@@ -286,7 +285,7 @@ def fit_missing(
         tensor([[0.5000, 0.1000],
                 [8.5000, 5.0000]])
     """
-    _check(x, sample_weight)
+    check_incomplete(x, sample_weight)
     n_components, n_init = integer("n_components", n_components, 1, len(x)), integer("n_init", n_init)
     reg_covar = number("reg_covar", reg_covar, least=0)
     check_prior(prior)
@@ -312,45 +311,6 @@ def fit_missing(
     best = ranked(fits, torch.float64)[0]
     log_likelihood = best.log_likelihood - engine.log_prior(best.parameters)
     return dataclasses.replace(best, parameters=best.parameters.to(x.dtype), log_likelihood=log_likelihood)
-
-
-@dataclass(frozen=True)
-class MissingEngine:
-    """EM of the four types on one data set, which is arranged once."""
-
-    data: Incomplete
-    reg_covar: float
-    prior: Prior | None
-
-    @classmethod
-    def of(
-        cls, x: Tensor, n_components: int, reg_covar: float, sample_weight: Tensor | None, prior: Prior | None
-    ) -> MissingEngine:
-        """Arrange samples (N, D), with weights (N,), for mixtures of K components.
-
-        Raises:
-            ValueError: If a feature has no value at all.
-        """
-        _check(x, sample_weight)
-        return cls(Incomplete.of(x.double(), sample_weight, n_components), reg_covar, prior)
-
-    @no_graph()
-    def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[GaussianParameters]:
-        """Return the highest point found, float64; values include the log-prior over the sum of weights."""
-        structure = structure_of(start.covariance_type)
-
-        def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
-            after, value = _em_step(parameters, self.data, self.reg_covar, self.prior)
-            return after, float(value) + self.log_prior(parameters)
-
-        def check(there: GaussianParameters) -> None:
-            check_variances(there.precisions_cholesky, structure, self.reg_covar)
-
-        return climb_family(em, start.to(torch.float64), options, check=check)
-
-    def log_prior(self, parameters: GaussianParameters) -> float:
-        """Return the log-density of the prior over the sum of weights; 0 without a prior."""
-        return 0.0 if self.prior is None else float(self.prior.log_density(parameters) / self.data.total_weight)
 
 
 @no_graph()
@@ -397,7 +357,7 @@ def start_missing(
         tensor([[0.5000, 0.1000],
                 [8.5000, 5.0000]], dtype=torch.float64)
     """
-    _check(x, sample_weight)
+    check_incomplete(x, sample_weight)
     n_components, reg_covar = integer("n_components", n_components, 1, len(x)), number("reg_covar", reg_covar, least=0)
     structure_of(covariance_type)
     here = ~x.isnan().all(1) if sample_weight is None else ~x.isnan().all(1) & (sample_weight > 0)
@@ -554,61 +514,8 @@ def _expected_moments(parameters: GaussianParameters, x: Tensor, responsibilitie
     return Moments(**{name: stop_gradient(value, RESPONSIBILITIES) for name, value in vars(moments).items()})
 
 
-def _em_step(
-    parameters: GaussianParameters, data: Incomplete, reg_covar: float, prior: Prior | None
-) -> tuple[GaussianParameters, Tensor]:
-    sums, total = [], data.total_weight.new_zeros(())
-    for part in data.parts:
-        current = Pass.of(parameters, part)
-        log_density = current.log_joint.logsumexp(0)
-        total += (part.weights * log_density).sum()
-        sums.append(current.moments((current.log_joint - log_density).exp() * part.telling))
-    after = _maximise(parameters, Moments.of(sums, parameters.means), reg_covar, prior)
-    return after, total / data.total_weight
-
-
-def _maximise(
-    before: GaussianParameters, moments: Moments, reg_covar: float, prior: Prior | None
-) -> GaussianParameters:
-    """Return the M-step. A component without samples is kept, as is a feature of a component without values."""
-    kind, structure = before.covariance_type, structure_of(before.covariance_type)
-    counts = soft_counts(moments.counts)
-    seen = counts[:, None].expand(moments.seen.shape) if structure.is_matrix else soft_counts(moments.seen)
-    shifts = moments.first / seen
-    means = moments.origins + shifts
-    scatter = structure.pool(moments.second - structure.wide.products(moments.first, shifts))
-    weights = counts / counts.sum()
-    if prior is not None:
-        weights, means, covariances = prior.maximise(
-            moments.counts, means, scatter, kind, feature_counts=None if structure.is_matrix else moments.seen
-        )
-        covariances = structure.regularise(covariances, reg_covar)
-    else:
-        covariances = structure.regularise(structure.estimate(scatter, seen), reg_covar)
-        if structure is DIAG:
-            covariances = torch.where(moments.seen < seen, before.covariances, covariances)
-    return GaussianParameters(
-        log_weights=weights.log(),
-        means=means,
-        precisions_cholesky=structure.factor(covariances),
-        covariance_type=kind,
-    )
-
-
-# --- starts and checks of the arguments ------------------------------------------------------------------------------
-
-
 def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:
     """Return the covariance (D, D) of residuals that are 0 where missing, scaled to the variances of observed ones."""
     share = seen.mean(0).rsqrt()
     covariance: Tensor = share[:, None] * (residuals.mT @ residuals / len(residuals)) * share
     return covariance
-
-
-def _check(x: Tensor, sample_weight: Tensor | None) -> None:
-    check_table(x, missing=True)
-    check_weights(sample_weight, len(x))
-    empty = (x if sample_weight is None else x[sample_weight > 0]).isnan().all(0)
-    if bool(empty.any()):
-        features = ", ".join(map(str, empty.nonzero().ravel().tolist()))
-        raise ValueError(f"`x` should have at least one value of every feature. Found none of feature {features}.")
