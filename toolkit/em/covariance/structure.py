@@ -171,6 +171,15 @@ class Structure(ABC):
     def exceeds(self, factor: Tensor, largest: float) -> bool:
         """Say whether a precision in any direction is more than `largest`."""
 
+    def has_least(self, factor: Tensor, reg_covar: float) -> bool:
+        """Say whether every variance is at least `reg_covar`, up to rounding."""
+        return reg_covar == 0 or not self.exceeds(factor, (1 + 1e-6) / reg_covar)
+
+    def check_least(self, factor: Tensor, reg_covar: float) -> None:
+        """Raise a ValueError if a variance is less than `reg_covar`: steps add it, but a jump may lead below."""
+        if not self.has_least(factor, reg_covar):
+            raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
+
     @abstractmethod
     def narrowest(self, weights: Tensor, factor: Tensor) -> Tensor:
         """Return the least variance of each component in any direction, in units of their average: (..., K)."""

@@ -22,7 +22,6 @@ from toolkit.em.covariance import structure_of
 from toolkit.em.covariance.matrices import are_definite
 from toolkit.em.covariance.structure import as_arrays, library
 from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb, climb_family
-from toolkit.em.engine.checks import check_variances, has_variances
 from toolkit.em.engine.fused import maximise, rounding_error
 from toolkit.em.engine.ranks import pass_over_ranks
 from toolkit.em.engine.restarts import Mixtures, heats
@@ -102,7 +101,7 @@ class GaussianEngine:
             return _framed(maximise(moments, data, kind, self.reg_covar, prior), data), value
 
         def check(there: GaussianParameters) -> None:
-            check_variances(data.factor_from_frame(there.precisions_cholesky), structure, self.reg_covar)
+            structure.check_least(data.factor_from_frame(there.precisions_cholesky), self.reg_covar)
 
         found = climb_family(
             em,
@@ -123,7 +122,7 @@ class GaussianEngine:
         def unpack(position: Tensor) -> SmallMixture:
             there = origin.unpack(position)
             factor = there.factor if unscale is None else unscale @ there.factor
-            check_variances(factor, small.structure, self.reg_covar)
+            small.structure.check_least(factor, self.reg_covar)
             return there
 
         def em(there: SmallMixture) -> tuple[SmallMixture, float]:
@@ -186,7 +185,7 @@ class GaussianEngine:
         def allows(_: object, positions: Any) -> Any:
             factors = framed.at(positions).factor
             factors = factors if unscale is None else unscale @ factors
-            return np.array([has_variances(factor, structure, self.reg_covar) for factor in factors])
+            return np.array([structure.has_least(factor, self.reg_covar) for factor in factors])
 
         climbs = climb_together(
             em,

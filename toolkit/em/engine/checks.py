@@ -5,13 +5,10 @@ N samples, D features.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from toolkit._checks import function
-from toolkit.em.covariance import Structure
 from toolkit.em.mixture import check_shape_of_weights
 
 __all__ = [
@@ -23,9 +20,7 @@ __all__ = [
     "check_matrix",
     "check_prior",
     "check_samples",
-    "check_variances",
     "check_weights",
-    "has_variances",
 ]
 
 FLOATS = (torch.float32, torch.float64)
@@ -87,17 +82,6 @@ def check_prior(prior: object) -> None:
     """Raise a TypeError unless the prior of a Gaussian mixture has a mode and a density, or is None."""
     if prior is not None and not (hasattr(prior, "maximise") and hasattr(prior, "log_density")):
         raise TypeError(f"`prior` should be a Prior or None. Found {prior!r}.")
-
-
-def has_variances(factor: Any, structure: Structure, reg_covar: float) -> bool:
-    """Say whether every variance is at least `reg_covar`, up to rounding."""
-    return reg_covar == 0 or not structure.exceeds(factor, (1 + 1e-6) / reg_covar)
-
-
-def check_variances(factor: Any, structure: Structure, reg_covar: float) -> None:
-    """Raise a ValueError if a variance is less than `reg_covar`: steps add it, but a jump may lead below."""
-    if not has_variances(factor, structure, reg_covar):
-        raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
 
 
 def check_covariance(covariance: Tensor) -> None:

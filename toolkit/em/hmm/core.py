@@ -33,7 +33,6 @@ from toolkit._checks import index, instance, number
 from toolkit.blocks import no_graph, stop_recording
 from toolkit.em.covariance import structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb
-from toolkit.em.engine.checks import check_variances
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING
 from toolkit.em.engine.seeding import device_of
@@ -350,7 +349,7 @@ def fit(
         there = at(position)
         if isinstance(there.emissions, GaussianEmissions) and set(update) & set("ec"):
             structure = structure_of(there.emissions.covariance_type)
-            check_variances(there.emissions.precisions_cholesky, structure, reg_covar)
+            structure.check_least(there.emissions.precisions_cholesky, reg_covar)
         return there
 
     return climb(

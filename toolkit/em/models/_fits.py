@@ -24,7 +24,6 @@ from toolkit.em.covariance import Structure, soft_counts
 from toolkit.em.covariance.models import Model, ParsimoniousCovariances
 from toolkit.em.covariance.orientations import upper_factor
 from toolkit.em.covariance.structure import identity_like, singular
-from toolkit.em.engine.checks import has_variances
 from toolkit.em.engine.fused import Expansion, accumulate, error_of_distance, expanded_sums, loses_digits
 from toolkit.em.engine.samples import prepare
 from toolkit.em.gaussian import GaussianParameters
@@ -300,7 +299,7 @@ class Fits:
         return images, values, errors
 
     def allows(self, fits: _Ints, positions: _Floats) -> npt.NDArray[np.bool_]:
-        """Say which points (b, P) a jump may lead to (see `check_variances`)."""
+        """Say which points (b, P) a jump may lead to (see `Structure.check_least`)."""
         allowed = np.ones(len(fits), bool)
         for place, model in enumerate(self._model[fits].tolist()):
             form = self._forms[model]
@@ -308,7 +307,7 @@ class Fits:
                 point = torch.from_numpy(positions[place : place + 1]).to(self._like.device)
                 mixtures, _ = form.mixtures(point, self._size[fits[place : place + 1]])
                 factor = mixtures.factor[0, : self._size[fits[place]]]
-                allowed[place] = has_variances(factor, form.model.structure.wide, self.reg_covar)
+                allowed[place] = form.model.structure.wide.has_least(factor, self.reg_covar)
         return allowed
 
     def _maximised(

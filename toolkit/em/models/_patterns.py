@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import DIAG, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb_family
-from toolkit.em.engine.checks import check_variances, check_weights
+from toolkit.em.engine.checks import check_weights
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.models._common import check_table
 from toolkit.em.models.prior import Prior
@@ -293,7 +293,7 @@ class MissingEngine:
             return after, float(value) + self.log_prior(parameters)
 
         def check(there: GaussianParameters) -> None:
-            check_variances(there.precisions_cholesky, structure, self.reg_covar)
+            structure.check_least(there.precisions_cholesky, self.reg_covar)
 
         return climb_family(em, start.to(torch.float64), options, check=check)
 

@@ -29,7 +29,7 @@ from toolkit.em.covariance.models import (
     n_free_parameters,
 )
 from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb_family
-from toolkit.em.engine.checks import check_variances, check_weights
+from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statistics_of
 from toolkit.em.engine.samples import Prepared, prepare
 from toolkit.em.gaussian import GaussianParameters, moments_of
@@ -224,7 +224,7 @@ class Climber:
             return rounding_error(_viewed(parameters, self.model.structure), self.prepared)
 
         def check(parameters: ParsimoniousParameters) -> None:
-            check_variances(parameters.to_gaussian().precisions_cholesky, self.model.structure, self.reg_covar)
+            self.model.structure.check_least(parameters.to_gaussian().precisions_cholesky, self.reg_covar)
 
         return climb_family(self.step, first, options, error=error, check=check if self.model.keeps_variances else None)
 

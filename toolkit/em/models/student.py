@@ -24,7 +24,6 @@ from toolkit._tensors import tensors
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.components import Located
 from toolkit.em.covariance import Structure, structure_of
-from toolkit.em.engine.checks import check_variances
 from toolkit.em.engine.seeding import device_of
 from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, to_unconstrained
 from toolkit.em.mixture import RESPONSIBILITIES, e_step, expectation, mean
@@ -204,7 +203,7 @@ class StudentMixture(Located):
 
     def check_jump(self) -> None:
         """Raise a ValueError unless the scatters are those of an M-step, at least `reg_covar` in every direction."""
-        check_variances(self.precisions_cholesky, self._structure, self.reg_covar)
+        self._structure.check_least(self.precisions_cholesky, self.reg_covar)
 
     def distances(self, x: Tensor) -> Tensor:
         r"""Return :math:`\delta_{nk}`, squared distances in units of the scatter: (N, K)."""
