@@ -177,17 +177,10 @@ class Chunks:
 
     def choose(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         """Return at most `count` samples, as `choose` does, in one pass."""
-        kept: list[tuple[Tensor, Tensor, Tensor]] = []
-        for x, weights in self.again():
-            w = x.new_ones(len(x), dtype=torch.float64) if weights is None else weights
-            # If all samples are taken nothing is drawn, so the start is the same as for the samples in one piece.
-            keys = torch.zeros_like(w) if self.n_samples <= count else _keys(w, generator)
-            kept.append((keys, x.clone(), w.clone()))  # a source may fill the same memory again
-            if sum(len(keys) for keys, _, _ in kept) > 2 * count:
-                kept = [smallest(kept, count)]
-        _, samples, weights = smallest(kept, count)
+        every = self.n_samples <= count
+        samples, weights, _ = reservoir(self.again(), count, generator, every=every)
         samples, weights = samples[weights > 0], weights[weights > 0]
-        return samples, weights if self.n_samples <= count else None
+        return samples, weights if every else None
 
 
 def choose(
@@ -207,13 +200,40 @@ def choose(
     return x[_keys(weights, generator).topk(count, largest=False).indices.sort().values], None
 
 
-def _keys(weights: Tensor, generator: torch.Generator) -> Tensor:
+def reservoir(
+    chunks: Iterable[Chunk], count: int, generator: torch.Generator | None, *, every: bool
+) -> tuple[Tensor, Tensor, int]:
+    """Return at most `count` samples, drawn as by `choose` in one pass, their weights, and how many have a weight.
+
+    Args:
+        chunks: Samples and weights.
+        count: The most samples.
+        generator: Randomness. None is torch's global generator.
+        every: Whether there are at most `count` samples with a weight. Nothing is drawn then, so the start is the same
+            as for the samples in one piece.
+    """
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    n_samples = 0
+    for x, weights in chunks:
+        w = x.new_ones(len(x), dtype=torch.float64) if weights is None else weights.double()
+        keys = torch.zeros_like(w) if every else _keys(w, generator)
+        # Copies: a source may fill the same memory again.
+        kept.append((torch.where(w > 0, keys, math.inf), x.clone(), w.clone()))
+        n_samples += int((w > 0).sum())
+        if sum(len(keys) for keys, _, _ in kept) > 2 * count:
+            kept = [_smallest(kept, count)]
+    _, samples, weights = _smallest(kept, count)
+    return samples, weights, n_samples
+
+
+def _keys(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return exponential draws whose rates are the weights; the smallest ones select a sample by weight."""
-    draws = torch.rand(len(weights), generator=generator, device=generator.device, dtype=torch.float64)
+    device = weights.device if generator is None else generator.device
+    draws = torch.rand(len(weights), generator=generator, device=device, dtype=torch.float64)
     return -draws.to(weights.device).log() / weights
 
 
-def smallest(kept: list[tuple[Tensor, Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, samples and weights of at most `count` samples, those with the smallest keys: a reservoir."""
     keys, samples, weights = (torch.cat(parts) for parts in zip(*kept, strict=True))
     # In their order, so that the result does not depend on the sizes of the chunks.

@@ -328,6 +328,15 @@ def test_start_of_many_chunked_samples_is_drawn_among_them(monkeypatch):
     assert math.isclose(found.lower_bound_, whole.lower_bound_, rel_tol=1e-6)
 
 
+def test_chunks_of_weight_zero_do_not_crowd_out_the_start(monkeypatch):
+    monkeypatch.setattr("toolkit.em.estimators.mixture._SAMPLED", 60)
+    x = clusters(200, spread=20.0)
+    weights = np.zeros(200)
+    weights[150:] = 1.0
+    parts = GaussianMixture(3, random_state=0).fit([x[:100], x[100:]], sample_weight=weights)
+    assert np.allclose(parts.means_, GaussianMixture(3, random_state=0).fit(x[150:]).means_, rtol=1e-6)
+
+
 def test_samples_for_a_start_are_drawn_by_weight():
     x = torch.arange(2000.0)[:, None]
     weights = torch.where(x[:, 0] < 1000, 1.0, 9.0).double()

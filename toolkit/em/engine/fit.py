@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 
 from toolkit._checks import instance, integer, number
-from toolkit._data import Rows, rows_of, smallest
+from toolkit._data import Rows, reservoir, rows_of
 from toolkit._random import check_generator
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
@@ -27,7 +27,6 @@ from toolkit.em.engine.checks import check_callback, check_prior
 from toolkit.em.engine.ranks import led
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
 from toolkit.em.engine.samples import Prepared, check_rows, prepare
-from toolkit.em.engine.seeding import device_of
 from toolkit.em.engine.starts import Init, check_given, check_tensor, choose_starts
 from toolkit.em.gaussian import GaussianParameters
 
@@ -235,20 +234,9 @@ def _seeding_sample(
     """Return all samples and weights, or a random subset of them that is large enough to choose a start."""
     if isinstance(x, Tensor) and len(x) <= _SEEDING and data.group is None:
         return x, sample_weight
-    # Each sample gets a random key; those with the smallest keys are kept (a reservoir, as of the estimators).
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []
     size = _SEEDING if data.group is None else math.ceil(_SEEDING / get_world_size(data.group))
-    count = 0
-    every = data.group is None and data.n_samples <= size  # nothing is drawn: the start is that of one piece
-    for part, weights in rows(2**14):
-        own = part.new_ones(len(part), dtype=torch.float64) if weights is None else weights.double()
-        keys = torch.zeros_like(own) if every else _exponential(part, generator)
-        # Copies: a source may fill the same memory again.
-        kept.append((torch.where(own > 0, keys / own, math.inf), part.clone(), own.clone()))
-        count += int((own > 0).sum())
-        if sum(len(keys) for keys, _, _ in kept) > 2 * size:
-            kept = [smallest(kept, size)]
-    _, samples, weights = smallest(kept, size)
+    every = data.group is None and data.n_samples <= size
+    samples, weights, count = reservoir(rows(2**14), size, generator, every=every)
     if count > size:  # the draw has used up the weights
         weights = torch.ones_like(weights)
     if data.group is not None:
@@ -257,12 +245,6 @@ def _seeding_sample(
         samples = torch.cat([part for part, _ in gathered]).to(samples.device)
         weights = torch.cat([part for _, part in gathered]).to(samples.device)
     return samples, weights
-
-
-def _exponential(part: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return an exponential draw for each sample, (N,) float64; over weights as rates, the least select by weight."""
-    draws = torch.rand(len(part), generator=generator, device=device_of(generator, part), dtype=torch.float64)
-    return -draws.to(part.device).log()
 
 
 def _to_device(found: Fit, device: torch.device) -> Fit:
