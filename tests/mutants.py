@@ -250,6 +250,13 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("        if loses_digits(distance):\n", "        if distance < 0:\n", "test_em_small"),
         ("found - 0.5 * total * distances[near]", "found - 0.5 * distances[near]", "test_em_small"),
         ("if not values[-1] <= above:", "if not values[-1] <= value:", "test_em_acceleration"),
+        ("            damping = 0.0 if whole <= least else damping\n", "", "test_em_newton"),
+        ("information.flat[:: size + 1] += 1.0", "information.flat[:: size + 1] += 2.0", "test_em_newton"),
+        (
+            "gradient[:, 1 + d :] += counts * added[:, i, j]",
+            "gradient[:, 1 + d :] -= counts * added[:, i, j]",
+            "test_em_newton",
+        ),
     ],
     "bilevel": [
         (

@@ -34,7 +34,7 @@ from toolkit.em.engine.samples import prepare
 from toolkit.em.models import PoissonMixture, StudentMixture
 
 F64 = torch.float64
-METHODS = ["none", "squarem", "anderson"]
+METHODS = ["none", "squarem", "anderson", "auto"]
 every_method = pytest.mark.parametrize("method", METHODS)
 accelerated = pytest.mark.parametrize("method", METHODS[1:])
 
@@ -599,7 +599,7 @@ BAD = {
     "method": (
         {"accelerate": "aitken"},
         ValueError,
-        "`accelerate` should be one of 'none', 'squarem', 'anderson'. Found 'ai",
+        "`accelerate` should be one of 'none', 'squarem', 'anderson', 'auto'. Found 'ai",
     ),
     "tol": ({"tol": -1.0}, ValueError, "`tol` should be finite and not negative. Found -1.0."),
     "tol nan": ({"tol": math.nan}, ValueError, "`tol` should be finite and not negative. Found nan."),

@@ -32,7 +32,7 @@ from toolkit.em.mixture import Family, check_mixture, e_step
 
 __all__ = ["Accelerate", "Climb", "ClimbOptions", "climb", "maximise_likelihood"]
 
-Accelerate = Literal["none", "squarem", "anderson"]
+Accelerate = Literal["none", "squarem", "anderson", "auto"]
 
 # The algebra of jumps has few numbers, for which NumPy's calls take less time than torch's.
 _Vector: TypeAlias = npt.NDArray[np.float64]
@@ -142,7 +142,8 @@ def climb(
         start: Where to start.
         pack: Takes parameters to a flat float64 vector (P,) of coordinates in which every real value is valid.
         unpack: The inverse of `pack`. Redundant coordinates are allowed.
-        accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``.
+        accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``. ``"auto"``: the method that suits the mixture, which
+            is ``"anderson"`` here.
         tol: See above, nats per sample. 0: `max_iter` plain steps, or, accelerated, until rounding hides any gain.
         max_iter: The most evaluations of `em` after the one at the start. 0 returns the start.
         rounding: Difference of two log-likelihoods, in units of 1 nat and their size, below which they count as equal:
@@ -573,7 +574,12 @@ class _Anderson:
         return step
 
 
-_METHODS: dict[str, Callable[[], _Method]] = {"none": _Plain, "squarem": _Squarem, "anderson": _Anderson}
+_METHODS: dict[str, Callable[[], _Method]] = {
+    "none": _Plain,
+    "squarem": _Squarem,
+    "anderson": _Anderson,
+    "auto": _Anderson,
+}
 
 
 def _check_finite(value: float) -> None:

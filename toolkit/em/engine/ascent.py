@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -18,15 +18,16 @@ from torch import Tensor
 from toolkit._data import Rows
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
-from toolkit.em.covariance import structure_of
+from toolkit.em.covariance import Structure, structure_of
 from toolkit.em.covariance.matrices import are_definite
 from toolkit.em.covariance.structure import as_arrays, library
-from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb, climb_family
+from toolkit.em.engine.acceleration import MEMORY, Climb, ClimbOptions, climb, climb_family
 from toolkit.em.engine.fused import maximise, rounding_error
+from toolkit.em.engine.newton import NewtonData, climb_by_newton, has_few_parameters
 from toolkit.em.engine.ranks import pass_over_ranks
 from toolkit.em.engine.restarts import Mixtures, heats
 from toolkit.em.engine.rounding import ROUNDING
-from toolkit.em.engine.samples import Prepared
+from toolkit.em.engine.samples import Prepared, gathered
 from toolkit.em.engine.small import SmallData, SmallMixture, is_small
 from toolkit.em.engine.statistics import MomentsPrior
 from toolkit.em.engine.together import climb_together
@@ -45,6 +46,10 @@ _LARGEST_RIDGE = 1e6
 # step takes longer than its calls, and leaves the cache.
 _FEW = 2**12
 _FEW_OF_ALL = 2**16
+
+# The gain of a step, nats per sample, below which Newton's steps follow plain ones: scikit-learn's `tol`, so that a fit
+# is as high as plain steps from its start in scikit-learn.
+_PLAIN = 1e-3
 
 # The least variance of the whole mixture, in units of `reg_covar`, that counts as resolved.
 _RESOLVED = 100.0
@@ -87,8 +92,10 @@ class GaussianEngine:
         data, prior, structure = self.data, self.prior, structure_of(start.covariance_type)
         ridge = data.ridge(self.reg_covar)
         swallowed = _swallows(ridge)
+        if prior is None and _is_for_newton(data, structure, start.n_components, options):
+            data = gathered(data)
         if prior is None and not swallowed and is_small(data, structure, start.n_components):
-            return self._climb_small(start, options)
+            return dataclasses.replace(self, data=data)._climb_small(start, options)
         kind, pass_data, log_volume = start.covariance_type, data.as_samples(), data.log_volume
 
         def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
@@ -116,28 +123,56 @@ class GaussianEngine:
     def _climb_small(self, start: GaussianParameters, options: ClimbOptions) -> Fit:
         """Fit from one start on data for which NumPy is the faster."""
         data, small = self.data, self._small(start)
-        log_volume, unscale = data.log_volume, _unscale(data)
+        log_volume, unscale, structure = data.log_volume, _unscale(data), small.structure
         origin = SmallMixture.of(_framed(start.to(torch.float64), data))
 
         def unpack(position: Tensor) -> SmallMixture:
             there = origin.unpack(position)
             factor = there.factor if unscale is None else unscale @ there.factor
-            small.structure.check_least(factor, self.reg_covar)
+            structure.check_least(factor, self.reg_covar)
             return there
 
         def em(there: SmallMixture) -> tuple[SmallMixture, float]:
             moved, value = small.em(there)
             return moved, value - log_volume
 
-        found = climb(
-            em,
-            origin,
-            pack=SmallMixture.pack,
-            unpack=unpack,
-            rounding=ROUNDING[data.dtype],
-            error=small.error,
-            **vars(options),
-        )
+        def go(there: SmallMixture, chosen: ClimbOptions) -> Climb[SmallMixture]:
+            return climb(
+                em,
+                there,
+                pack=SmallMixture.pack,
+                unpack=unpack,
+                rounding=ROUNDING[data.dtype],
+                error=small.error,
+                **vars(chosen),
+            )
+
+        def newton(there: SmallMixture, chosen: ClimbOptions) -> Climb[SmallMixture]:
+            def allows(mixture: SmallMixture) -> bool:
+                factor = mixture.factor if unscale is None else unscale @ mixture.factor
+                return structure.has_least(factor, self.reg_covar)
+
+            def tell(n_iter: int, value: float) -> None:
+                if chosen.callback is not None:
+                    chosen.callback(n_iter, value - log_volume)
+
+            found = climb_by_newton(
+                NewtonData(*small.samples, small.ridge_array, structure),
+                there,
+                tol=chosen.tol,
+                max_iter=chosen.max_iter,
+                rounding=ROUNDING[data.dtype],
+                allows=allows,
+                tell=tell,
+            )
+            history = tuple(value - log_volume for value in found.history)
+            return dataclasses.replace(found, log_likelihood=history[-1], history=history)
+
+        if _is_for_newton(data, structure, start.n_components, options):
+            plain = dataclasses.replace(options, accelerate="none", tol=max(options.tol, _PLAIN))
+            found = _in_turn(origin, options, (plain, go), (options, newton), (options, go))
+        else:
+            found = go(origin, options)
         return _finished(found, found.parameters.as_gaussian(), start, data)
 
     @no_graph()
@@ -162,7 +197,7 @@ class GaussianEngine:
         swallowed = _swallows(self.data.ridge(self.reg_covar))
         if len(starts) == 1 or self.prior is not None or listened or each > _FEW or swallowed:
             return [None] * len(starts)
-        if not is_small(self.data, structure, k):
+        if not is_small(self.data, structure, k) or _is_for_newton(self.data, structure, k, options):
             return [None] * len(starts)
         limits, small = np.array([options.max_iter - n_iter for _, n_iter in points]), self._small(starts[0])
         found: list[Fit | None] = []
@@ -229,6 +264,37 @@ class GaussianEngine:
         """Return the data, and the EM map of mixtures of this structure and size, by NumPy."""
         structure, ridge = structure_of(start.covariance_type), self.data.ridge(self.reg_covar)
         return SmallData(self.data.as_samples(), structure, start.n_components, ridge)
+
+
+def _is_for_newton(data: Prepared, structure: Structure, n_components: int, options: ClimbOptions) -> bool:
+    """Say whether Newton's steps follow plain ones; a fit of very few steps takes none."""
+    if options.accelerate != "auto" or options.max_iter < MEMORY or data.group is not None:
+        return False
+    if data.centre.device.type != "cpu":
+        return False
+    return has_few_parameters(structure, n_components, len(data.centre), data.n_samples)
+
+
+def _in_turn(
+    start: SmallMixture, options: ClimbOptions, *stages: tuple[ClimbOptions, Callable[..., Climb[SmallMixture]]]
+) -> Climb[SmallMixture]:
+    """Return the fit by several methods, each from the result of the one before; the first only prepares."""
+    found = Climb(start, -math.inf, False, 0, ())
+    for i, (chosen, go) in enumerate(stages):
+        before = found
+        if i and (before.n_iter == options.max_iter or (i > 1 and before.converged)):
+            break
+
+        def tell(n_iter: int, value: float, before: Climb[SmallMixture] = before) -> None:
+            if options.callback is not None and (n_iter or not before.history):
+                options.callback(before.n_iter + n_iter, value)
+
+        left = dataclasses.replace(chosen, max_iter=options.max_iter - before.n_iter, callback=tell)
+        now = go(before.parameters, left)
+        later = [max(value, before.log_likelihood) for value in now.history[min(i, 1) :]]
+        history = (*before.history, *later)
+        found = Climb(now.parameters, history[-1], now.converged, before.n_iter + now.n_iter, history)
+    return found
 
 
 def climb_each(

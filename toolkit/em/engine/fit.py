@@ -53,7 +53,7 @@ def fit(
     init: Init | GaussianParameters = "kmeans",
     reg_covar: float = 1e-6,
     prior: GaussianPrior | None = None,
-    accelerate: Accelerate = "anderson",
+    accelerate: Accelerate = "auto",
     cache: bool = True,
     group: ProcessGroup | None = None,
     callback: Callable[[int, float], None] | None = None,
@@ -85,7 +85,9 @@ def fit(
             covariance of all samples about their means.
         reg_covar: Added to every variance, in the data's units squared.
         prior: If given, the objective and the reported value are ``log-likelihood + log-density of the prior / N``.
-        accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``: see `climb`.
+        accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``: see `climb`. ``"auto"``: for few samples and at most
+            128 parameters, full or diag, plain steps and then Newton's, which end where the log-likelihood is concave
+            and its quadratic model predicts a gain of at most `tol`; else ``"anderson"``.
         cache: Whether a second copy of the data is kept, in the order in which a pass reads them. If not, each pass
             reorders them again, chunk by chunk, and memory is bounded.
         group: A process group of `torch.distributed`. Each rank calls this function with its own part of the samples,

@@ -27,6 +27,7 @@ __all__ = [
     "Prepared",
     "check_rows",
     "chunk_length",
+    "gathered",
     "prepare",
     "total_over_ranks",
 ]
@@ -153,6 +154,14 @@ def prepare(
         is_cached=cache,
         chunks=functools.partial(iter, list(chunks())) if cache else chunks,
     )
+
+
+def gathered(data: Prepared) -> Prepared:
+    """Return the data in one chunk, which is kept; for few samples on the CPU, not distributed over ranks."""
+    parts, weights = zip(*data.chunks(), strict=True)
+    every = None if any(part is None for part in weights) else torch.cat(weights)
+    chunk = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), every
+    return dataclasses.replace(data, is_cached=True, chunks=functools.partial(iter, [chunk]))
 
 
 def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:

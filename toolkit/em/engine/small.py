@@ -127,6 +127,7 @@ class SmallData:
         self.ridge, self._ridge = ridge, _array(ridge) if isinstance(ridge, Tensor) else ridge
         ((z, weights),) = data.chunks()
         self._weights = None if weights is None else weights.double().numpy()
+        self.samples, self.ridge_array = (_array(z.double()), self._weights), self._ridge
         self._features = _array(expanded(structure.quadratics(len(z), _FEATURES), z.double()))
         self._joint = np.empty((n_components, z.shape[1]))
 

@@ -147,7 +147,7 @@ def climb_together(
         n_iter=np.zeros(n, np.int64),
         histories=[[one] for one in value.tolist()],
     )
-    rows = _Rows(start, image, value, limits, MEMORY if accelerate == "anderson" else 0)
+    rows = _Rows(start, image, value, limits, MEMORY if accelerate in ("anderson", "auto") else 0)
     rows.keep(finite & (limits > 0))
     tick = 0
     while len(rows.ids):
@@ -250,14 +250,14 @@ def _propose(rows: _Rows, accelerate: Accelerate) -> tuple[_Mask, _Floats]:
     sizes = _norms(change)
     length = np.divide(_norms(before_residual), sizes, out=np.full(len(sizes), np.inf), where=sizes > 0)
     rows.length = np.where(stepped, np.minimum(length, rows.bound), rows.length)
-    rows.by_squarem = np.where(fresh, rows.left > 0 if accelerate == "anderson" else True, rows.by_squarem)
+    rows.by_squarem = np.where(fresh, rows.left > 0 if accelerate in ("anderson", "auto") else True, rows.by_squarem)
     leaping = stepped & rows.by_squarem & (rows.length > 1)
     if leaping.any():
         long = rows.length[leaping, None]
         target[leaping] = before[leaping] + 2 * long * before_residual[leaping] + long**2 * change[leaping]
         jumping |= leaping
     rows.known |= fresh
-    if accelerate == "anderson":
+    if accelerate in ("anderson", "auto"):
         which = known.nonzero()[0]
         place = rows.count[which] % MEMORY
         rows.steps[which, place], rows.changes[which, place] = step[which], change[which]

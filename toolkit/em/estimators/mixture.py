@@ -158,7 +158,8 @@ class GaussianMixture(BaseMixture):
         verbose: 1 shows progress, 2 also the time.
         verbose_interval: Steps between two lines of progress, if the output is not a terminal.
         accelerate: ``"anderson"`` or ``"squarem"``: extrapolate the steps, and take jumps that do not lower the
-            likelihood. ``"none"``: plain EM.
+            likelihood. ``"none"``: plain EM. ``"auto"``: for few samples and at most 128 parameters, full or diag,
+            plain steps and then Newton's; else ``"anderson"``.
         missing: Whether NaN is a missing value. Fits and predictions then use the exact density of the observed values;
             a sample without any value has no effect on the parameters. Only for the four types and samples in memory.
         prior: A `Prior`, or ``"default"`` for `Prior.default` of the samples: maximise the posterior density.
@@ -220,7 +221,7 @@ class GaussianMixture(BaseMixture):
         warm_start: bool = False,
         verbose: int = 0,
         verbose_interval: int = 10,
-        accelerate: Accelerate = "anderson",
+        accelerate: Accelerate = "auto",
         missing: bool = False,
         prior: Prior | Literal["default"] | None = None,
         learning_decay: float = 0.6,
