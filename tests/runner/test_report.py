@@ -118,7 +118,7 @@ def test_every_objective_has_its_direction(results):
     directions = set()
     for found in read_all(results):
         higher = found.records[-1].data["objective"]["higher_is_better"]
-        assert experiment_view(found).better == f"{'higher' if higher else 'lower'} is better"
+        assert experiment_view(found)["better"] == f"{'higher' if higher else 'lower'} is better"
         directions.add(higher)
     assert directions == {True, False}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -11,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from toolkit.blocks import declared_blocks, unblock
 from toolkit.gradients import compare, measure_memory
 from toolkit.gradients.memory import MemoryUse
+from toolkit.gradients.verdict import finite
 from toolkit.runner._config import ExperimentConfig, LoadedConfig
 from toolkit.runner._experiment import Methods, Run
 from toolkit.runner._records import (
@@ -150,13 +151,9 @@ def _train_variants(
 
 def _description(run: Run) -> dict[str, Any]:
     """Return the labels of a run and the values of its sweep, as plain JSON."""
-    objective, sweep = run.objective, run.sweep
+    sweep = run.sweep
     return {
-        "objective": {
-            "label": objective.label,
-            "higher_is_better": objective.higher_is_better,
-            "best": objective.best,
-        },
+        "objective": dataclasses.asdict(run.objective),
         "events": [event.to_dict() for event in run.events],
         "sweep": None if sweep is None else {"label": sweep.label, "values": list(sweep.values)},
         "plane": run.plane,
@@ -306,4 +303,4 @@ def _relative_error(found: Mapping[str, Tensor], target: Mapping[str, Tensor]) -
     error = sum(float((found[name].double() - target[name].double()).square().sum()) for name in found)
     size = sum(float(target[name].double().square().sum()) for name in found)
     value = (error / size) ** 0.5 if size else error**0.5
-    return value if np.isfinite(value) else None
+    return finite(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,6 @@ from toolkit.runner._findings import broken_claims, doubts, finals, median
 from toolkit.runner._numbers import degrees_of, duration, in_bytes, ranged, spread
 from toolkit.runner._records import BLOCKED, ExperimentRecords, Record, overrides_of
 from toolkit.runner._sections import (
-    OthersView,
-    Section,
     best_value,
     curve_metrics,
     label_of,
@@ -50,102 +47,52 @@ from toolkit.runner._sentences import (
     variant_verdict,
 )
 
-__all__ = ["ExperimentView", "draw_card", "experiment_view"]
+__all__ = ["draw_card", "experiment_view"]
 
 # The largest readable number of parameters in one picture; those with the largest leak are shown.
 _MOST_PARAMETERS = 10
 
 
-@dataclass(frozen=True)
-class VariantView:
-    """One set of open blocks, summarised over the seeds, in words and numbers ready for the page."""
-
-    name: str
-    colour: str
-    blocks: list[tuple[str, str]]
-    verdict: str
-    kind: str
-    sentence: str
-    outcome: str
-    angle: str
-    ratio: str
-    leak: str
-    target: str
-    final: str
-    training: str
-    time: str
-    memory: str
-
-
-@dataclass(frozen=True)
-class ExperimentView:
-    """One config, ready for the page."""
-
-    key: str
-    title: str
-    finding: str
-    with_values: str
-    broken_claims: list[str]
-    doubts: list[str]
-    damaged: list[str]
-    about: str
-    objective: str
-    better: str
-    variants: list[VariantView]
-    rows: list[list[str]]
-    arrows: str
-    parameters: str
-    curves: str
-    plane: str
-    seeds: Section | None
-    sweep: Section | None
-    methods: Section | None
-    others: OthersView | None
-    costs: str
-    config: str
-    command: str
-    provenance: list[tuple[str, str]]
-
-
-def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
-    """Return the contents of an experiment's page."""
+def experiment_view(experiment: ExperimentRecords) -> dict[str, Any]:
+    """Return the contents of an experiment's page: the words, numbers and pictures of its template."""
     records = experiment.records
     newest = records[-1].data
     names = [name for name in newest["variants"] if name != BLOCKED]
     colours = {name: COLOURS[(index + 1) % len(COLOURS)] for index, name in enumerate(names)}
     every, all_colours = [BLOCKED, *names], {BLOCKED: COLOURS[0], **colours}
     variants = [_variant(records, name, colours[name]) for name in names]
-    return ExperimentView(
-        key=f"x-{experiment.name}",
-        title=newest["config"]["title"],
-        finding="" if overrides_of(records) else newest["config"]["finding"],
-        with_values=" ".join(overrides_of(records)),
-        broken_claims=[] if overrides_of(records) else broken_claims(records),
-        doubts=doubts(records),
-        damaged=experiment.damaged,
-        about=newest["about"],
-        objective=newest["objective"]["label"],
-        better=better_end(records),
-        variants=variants,
-        rows=[
+    columns = ("angle", "ratio", "leak", "target", "final", "time", "memory")
+    return {
+        "key": f"x-{experiment.name}",
+        "title": newest["config"]["title"],
+        "finding": "" if overrides_of(records) else newest["config"]["finding"],
+        "with_values": " ".join(overrides_of(records)),
+        "broken_claims": [] if overrides_of(records) else broken_claims(records),
+        "doubts": doubts(records),
+        "damaged": experiment.damaged,
+        "about": newest["about"],
+        "objective": newest["objective"]["label"],
+        "better": better_end(records),
+        "variants": variants,
+        "rows": [
             ["blocked", "0°", "×1", "0", _target(records, BLOCKED), spread(finals(records, BLOCKED)), "×1", "×1"],
-            *([f"{v.name} open", v.angle, v.ratio, v.leak, v.target, v.final, v.time, v.memory] for v in variants),
+            *([f"{variant['name']} open", *(variant[column] for column in columns)] for variant in variants),
         ],
-        arrows=draw_arrows([(title, _arrows(of, when, colours)) for when, title, of in _moments(records)]),
-        parameters=_parameters(records, names, colours),
-        curves=draw_bands(
+        "arrows": draw_arrows([(title, _arrows(of, when, colours)) for when, title, of in _moments(records)]),
+        "parameters": _parameters(records, names, colours),
+        "curves": draw_bands(
             _curves(records, every, all_colours), [] if newest.get("methods") else reference_levels(newest)
         ),
-        plane=_plane(records, every, all_colours),
-        seeds=seeds_section(records, every, all_colours),
-        sweep=sweep_section(records, every, all_colours),
-        methods=methods_section(records),
-        others=others_section(experiment, names, all_colours),
-        costs=draw_bars(_costs(records, every, all_colours)),
-        config=newest["source"].strip(),
-        command=_command(experiment.name, newest),
-        provenance=_provenance(records),
-    )
+        "plane": _plane(records, every, all_colours),
+        "seeds": seeds_section(records, every, all_colours),
+        "sweep": sweep_section(records, every, all_colours),
+        "methods": methods_section(records),
+        "others": others_section(experiment, names, all_colours),
+        "costs": draw_bars(_costs(records, every, all_colours)),
+        "config": newest["source"].strip(),
+        "command": _command(experiment.name, newest),
+        "provenance": _provenance(records),
+    }
 
 
 def draw_card(experiment: ExperimentRecords) -> str:
@@ -164,30 +111,33 @@ def _moments(records: Sequence[Record]) -> list[tuple[str, str, Sequence[Record]
     return [*moments, ("last", "after training with the block", trained)] if trained else moments
 
 
-def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
+def _variant(records: Sequence[Record], name: str, colour: str) -> dict[str, Any]:
+    """Return one set of open blocks, summarised over the seeds, in words and numbers ready for the page."""
     newest = records[-1].data
     first, *later = (
         [record.data["comparison"][when]["effects"][name] for record in of] for when, _, of in _moments(records)
     )
     effects, last = first, later[0] if later else []
     verdict, opened = variant_verdict(records, name), newest["variants"][name]["open"]
-    return VariantView(
-        name=name,
-        colour=colour,
-        blocks=[(block, newest["blocks"][block]) for block in opened],
-        verdict=verdict["label"],
-        kind=verdict["kind"],
-        sentence=of_blocks(opened, meaning_of(verdict, effects, last)),
-        outcome=of_blocks(opened, outcome_of(records, name) + events_in_words(records, name)),
-        angle=ranged([degrees_of(effect["cosine"]) for effect in effects], lambda angle: f"{significant(angle, 3)}°"),
-        ratio=ranged([effect["ratio"] for effect in effects], lambda ratio: f"×{significant(ratio, 3)}"),
-        leak=ranged([_relative_leak(record, name, "first") for record in records], "{:.2g}".format),
-        target=_target(records, name),
-        final=spread(finals(records, name)),
-        training=training_effect(records, name),
-        time=ranged([_cost_ratio(record, name, "seconds_per_step") for record in records], "×{:.2f}".format),
-        memory=ranged([_cost_ratio(record, name, "graph_bytes") for record in records], "×{:.2f}".format),
-    )
+    return {
+        "name": name,
+        "colour": colour,
+        "blocks": [(block, newest["blocks"][block]) for block in opened],
+        "verdict": verdict["label"],
+        "kind": verdict["kind"],
+        "sentence": of_blocks(opened, meaning_of(verdict, effects, last)),
+        "outcome": of_blocks(opened, outcome_of(records, name) + events_in_words(records, name)),
+        "angle": ranged(
+            [degrees_of(effect["cosine"]) for effect in effects], lambda angle: f"{significant(angle, 3)}°"
+        ),
+        "ratio": ranged([effect["ratio"] for effect in effects], lambda ratio: f"×{significant(ratio, 3)}"),
+        "leak": ranged([_relative_leak(record, name, "first") for record in records], "{:.2g}".format),
+        "target": _target(records, name),
+        "final": spread(finals(records, name)),
+        "training": training_effect(records, name),
+        "time": ranged([_cost_ratio(record, name, "seconds_per_step") for record in records], "×{:.2f}".format),
+        "memory": ranged([_cost_ratio(record, name, "graph_bytes") for record in records], "×{:.2f}".format),
+    }
 
 
 def _arrows(records: Sequence[Record], when: str, colours: dict[str, str]) -> list[Arrow]:

@@ -17,7 +17,6 @@ from toolkit.runner._records import BLOCKED, WITHOUT_EFFECT, ExperimentRecords, 
 from toolkit.runner._sentences import count_of, events_of, headline_of, limit_of, training_effect
 
 __all__ = [
-    "OthersView",
     "Section",
     "best_value",
     "curve_metrics",
@@ -41,8 +40,8 @@ class Section:
     """A picture, and a table whose rows begin with a variant, a method, or a swept value and a variant.
 
     Attributes:
-        label: The seeds and their number, the name of a step of the methods, or the swept quantity.
-        picture: SVG; empty for a single swept value.
+        label: The seeds and their number, the name of a step of the methods, or what is swept.
+        picture: SVG; empty for a single swept value, and if no number alone varies.
         heads: The heads of the columns.
         rows: The rows of the table.
         note: Further sentences below the table.
@@ -53,14 +52,6 @@ class Section:
     heads: list[str]
     rows: list[list[str]]
     note: str = ""
-
-
-@dataclass(frozen=True)
-class OthersView:
-    """Results with overridden values beside those of the config: a picture if one number varies, and table rows."""
-
-    picture: str
-    rows: list[list[str]]
 
 
 def seeds_section(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> Section | None:
@@ -188,8 +179,8 @@ def reference_levels(data: Mapping[str, Any]) -> list[Level]:
     return [Level(name, value, dashes=1 + index) for index, (name, value) in enumerate(known.items())]
 
 
-def others_section(experiment: ExperimentRecords, names: Sequence[str], colours: dict[str, str]) -> OthersView | None:
-    """Return the results with other values of the config; None if there are none."""
+def others_section(experiment: ExperimentRecords, names: Sequence[str], colours: dict[str, str]) -> Section | None:
+    """Return the results with other values of the config, drawn if one number varies; None if there are none."""
     groups = [experiment.records, *experiment.overridden]
     if len(groups) == 1:
         return None
@@ -206,7 +197,9 @@ def others_section(experiment: ExperimentRecords, names: Sequence[str], colours:
         for name in names
         if name in records[-1].data["variants"]
     ]
-    return OthersView(_swept_values(groups, [BLOCKED, *names], colours), rows)
+    blocked = f"{experiment.records[-1].data['objective']['label']}, blocked"
+    heads = ["values", "opened", "seeds", blocked, "open", "with the block, training ends"]
+    return Section("other values", _swept_values(groups, [BLOCKED, *names], colours), heads, rows)
 
 
 def _swept_values(groups: Sequence[Sequence[Record]], names: Sequence[str], colours: dict[str, str]) -> str:

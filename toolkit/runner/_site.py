@@ -9,7 +9,6 @@ import html
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,25 +23,6 @@ from toolkit.runner._report import draw_card, experiment_view
 from toolkit.runner._sentences import better_end, first_sentence, training_effect, variant_verdict
 
 __all__ = ["sketch", "write_single", "write_site"]
-
-
-@dataclass(frozen=True)
-class Card:
-    """One experiment on the index: a picture, a sentence, and the verdict on each block."""
-
-    file: str
-    title: str
-    subject: str
-    sentence: str
-    objective: str
-    alt: str
-    with_values: str
-    better: str
-    broken: bool
-    doubts: list[str]
-    endings: list[str]
-    variants: list[tuple[str, str, str]]
-    size: float
 
 
 def write_site(root: Path, names: Collection[str] | None = None) -> Path:
@@ -61,18 +41,18 @@ def write_site(root: Path, names: Collection[str] | None = None) -> Path:
     if zoo:
         _write(pages / "zoo.html", _render("zoo", zoo=zoo))
     cards = [_card(file, experiment) for file, experiment in zip(_files(experiments), experiments, strict=True)]
-    cards.sort(key=lambda card: -card.size)
+    cards.sort(key=lambda card: -card["size"])
     hero = cards[0] if cards else None
     text = _render(
         "index",
         cards=cards,
-        hero=hero if hero is not None and hero.size > 0 else None,
-        hero_keys=_keys(len(hero.variants)) if hero is not None else "",
-        subjects=sorted({card.subject for card in cards}),
-        verdicts=sorted({verdict for card in cards for _, verdict, _ in card.variants}),
-        endings=sorted({ending for card in cards for ending in card.endings}),
+        hero=hero if hero is not None and hero["size"] > 0 else None,
+        hero_keys=_keys(len(hero["variants"])) if hero is not None else "",
+        subjects=sorted({card["subject"] for card in cards}),
+        verdicts=sorted({verdict for card in cards for _, verdict, _ in card["variants"]}),
+        endings=sorted({ending for card in cards for ending in card["endings"]}),
         zoo=zoo,
-        keys=_keys(max((len(card.variants) for card in cards), default=1)),
+        keys=_keys(max((len(card["variants"]) for card in cards), default=1)),
     )
     return _write(root / "index.html", text)
 
@@ -93,27 +73,28 @@ def sketch() -> str:
     return _environment().get_template("_sketch.svg.j2").render()
 
 
-def _card(file: str, experiment: ExperimentRecords) -> Card:
+def _card(file: str, experiment: ExperimentRecords) -> dict[str, Any]:
+    """Return one experiment of the index: a picture, a sentence, and the verdict on each block."""
     records = experiment.records
     data, names = records[-1].data, [name for name in records[-1].data["variants"] if name != BLOCKED]
     found = {name: compared(records, name) for name in names}
     effects = {name: training_effect(records, name) for name in names}
     about = "; ".join(f"with {name} open instead (training with the block: {effects[name]})" for name in names)
-    return Card(
-        file=file,
-        title=data["config"]["title"],
-        subject=min(data["blocks"]).partition(".")[0].replace("_", " "),
-        sentence="" if overrides_of(records) else first_sentence(data["config"]["finding"]),
-        objective=data["objective"]["label"],
-        alt=f"{data['objective']['label']} over the training steps: {about}.",
-        with_values=" ".join(overrides_of(records)),
-        better=better_end(records),
-        broken=not overrides_of(records) and bool(broken_claims(records)),
-        doubts=doubts(records),
-        endings=sorted({difference.kind for difference in found.values()}),
-        variants=[(name, variant_verdict(records, name)["label"], effects[name]) for name in names],
-        size=max(_size(records, name, difference) for name, difference in found.items()),
-    )
+    return {
+        "file": file,
+        "title": data["config"]["title"],
+        "subject": min(data["blocks"]).partition(".")[0].replace("_", " "),
+        "sentence": "" if overrides_of(records) else first_sentence(data["config"]["finding"]),
+        "objective": data["objective"]["label"],
+        "alt": f"{data['objective']['label']} over the training steps: {about}.",
+        "with_values": " ".join(overrides_of(records)),
+        "better": better_end(records),
+        "broken": not overrides_of(records) and bool(broken_claims(records)),
+        "doubts": doubts(records),
+        "endings": sorted({difference.kind for difference in found.values()}),
+        "variants": [(name, variant_verdict(records, name)["label"], effects[name]) for name in names],
+        "size": max(_size(records, name, difference) for name, difference in found.items()),
+    }
 
 
 def _size(records: Sequence[Record], name: str, found: Difference) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import unblock
+from toolkit.gradients.verdict import finite
 from toolkit.runner._config import ExperimentConfig
 from toolkit.runner._experiment import Methods, Run
 from toolkit.runner._rounding import OF_ONE_PASS
@@ -50,13 +51,11 @@ class Training:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON; values that are not finite become None."""
         return {
-            "first_loss": _finite(self.first_loss),
+            "first_loss": finite(self.first_loss),
             "steps": self.steps,
-            "metrics": {name: [_finite(value) for value in values] for name, values in self.metrics.items()},
+            "metrics": _finite(self.metrics),
             "diverged_at": self.diverged_at,
-            "sweep": None
-            if self.sweep is None
-            else {name: [_finite(value) for value in values] for name, values in self.sweep.items()},
+            "sweep": None if self.sweep is None else _finite(self.sweep),
         }
 
 
@@ -72,8 +71,7 @@ def train_methods(methods: Methods, on_method: Callable[[str], None] = lambda na
         series = _series(repr(name), method(), len(methods.steps), or_one=True)
         if "objective" not in series:
             raise RunError(f"{name!r} should have values of 'objective'. Found {', '.join(sorted(series)) or 'none'}.")
-        metrics = {metric: [_finite(value) for value in values] for metric, values in series.items()}
-        trained[name] = {"metrics": metrics, "seconds_per_step": None}
+        trained[name] = {"metrics": _finite(series), "seconds_per_step": None}
     return trained
 
 
@@ -211,5 +209,5 @@ def metrics_of(run: Run) -> dict[str, float]:
     return metrics
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(series: Mapping[str, list[float]]) -> dict[str, list[float | None]]:
+    return {name: [finite(value) for value in values] for name, values in series.items()}

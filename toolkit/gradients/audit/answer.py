@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -198,7 +197,6 @@ class Audit:
             "valid": self.valid,
             "reason": self.reason,
             **self._comparison.to_dict(),
-            "loss": self.loss if math.isfinite(self.loss) else None,
             "kinds": self.kinds,
             "unopened": [vars(entry) for entry in self.unopened],
             "remarks": self.remarks,
