@@ -22,7 +22,6 @@ from toolkit._progress import Progress
 from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step, fit, log_likelihood
 from toolkit.em.engine.ascent import collapsed_components
 from toolkit.em.estimators import _density as density
-from toolkit.em.estimators import mixture as estimator
 from toolkit.em.estimators.base_mixture import BaseMixture
 from toolkit.em.estimators.mixture import CollapseWarning, GaussianMixture
 from toolkit.em.models.parsimonious import COVARIANCE_MODELS, n_free_parameters
@@ -757,14 +756,14 @@ def test_spike_is_not_preferred(monkeypatch, accelerate):
         if GaussianMixture(3, max_iter=300, **jumps, **spiky_start(x, seed)).fit(x).lower_bound_ > HIGHEST_ON_IRIS
     )
     narrow = GaussianMixture(3, **jumps, **spiky_start(x, spiky)).fit(x)._parameters()
-    usual = estimator.starts_by
+    usual = GaussianMixture._makers
 
-    def with_a_spike(*arguments, **named):
-        makers = list(usual(*arguments, **named))
+    def with_a_spike(*arguments):
+        makers = usual(*arguments)
         assert len(makers) == 4
         return [makers[0], lambda: narrow, *makers[2:]]
 
-    monkeypatch.setattr(estimator, "starts_by", with_a_spike)
+    monkeypatch.setattr(GaussianMixture, "_makers", with_a_spike)
     found = GaussianMixture(3, random_state=0, n_init=4, accelerate=accelerate, tol=1e-8).fit(x)
     assert not len(found.collapsed_)
     assert abs(found.lower_bound_ * len(x) - -180.1855) < 0.01
@@ -805,7 +804,7 @@ def test_empty_component_has_collapsed():
 @pytest.mark.parametrize("accelerate", ["none", "anderson"])
 def test_a_start_that_together_is_lost_to_rounding_goes_on_alone(accelerate, monkeypatch):
     x, starts = far_and_narrow()
-    monkeypatch.setattr(estimator, "starts_by", lambda *_, **__: [lambda: starts[0], lambda: starts[1]])
+    monkeypatch.setattr(GaussianMixture, "_makers", lambda *_: [lambda: starts[0], lambda: starts[1]])
     found = GaussianMixture(2, n_init=2, accelerate=accelerate).fit(x.numpy())
     expected = fit(x, 2, init=starts[1], accelerate=accelerate)
     assert found.lower_bound_ == pytest.approx(expected.log_likelihood, abs=1e-6)

@@ -587,7 +587,7 @@ def test_nothing_is_estimated_where_all_is_given(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr("toolkit.em.estimators.mixture.starts_by", refuse)
+    monkeypatch.setattr(GaussianMixture, "_makers", refuse)
     assert GaussianMixture(3, **start).fit(x).converged_
     with pytest.raises(AssertionError):
         GaussianMixture(3, means_init=start["means_init"]).fit(x)

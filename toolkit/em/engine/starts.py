@@ -32,6 +32,7 @@ __all__ = [
     "start",
     "start_alike",
     "start_at",
+    "start_at_random",
     "start_from",
 ]
 
@@ -223,6 +224,22 @@ def start_from(
         precisions_cholesky=as_tensor(structure.factor(structure.regularise(covariances, reg_covar))),
         covariance_type=covariance_type,
     )
+
+
+def start_at_random(
+    x: Tensor,
+    sample_weight: Tensor | None,
+    n_components: int,
+    generator: torch.Generator,
+    *,
+    covariance_type: CovarianceType,
+    reg_covar: float,
+) -> GaussianParameters:
+    """Return the M-step from random responsibilities."""
+    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight
+    origins = (weights @ x.double() / weights.sum()).expand(n_components, -1)
+    draws = torch.rand(len(x), n_components, generator=generator, device=generator.device).to(x.device)
+    return start_from(x, draws / draws.sum(1, keepdim=True), origins, covariance_type, reg_covar, sample_weight)
 
 
 def _covariances(scatter: Any, counts: Any, total: Any, structure: Structure) -> Any:

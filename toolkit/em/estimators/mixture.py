@@ -11,13 +11,13 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Self, cast, get_args
+from functools import partial
+from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import Tags
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
@@ -40,33 +40,32 @@ from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
 from toolkit.em.covariance.models import model_of, type_of
-from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
+from toolkit.em.engine.acceleration import Accelerate, ClimbOptions, ranked
 from toolkit.em.engine.ascent import Engine, Fit, GaussianEngine, check_resolved, climb_each, collapsed_components
 from toolkit.em.engine.checks import check_callback
 from toolkit.em.engine.samples import prepare
+from toolkit.em.engine.starts import Init, choose_means, start_at, start_at_random
 from toolkit.em.estimators._density import FEW, log_joint, log_joint_of_few
-from toolkit.em.estimators._start import InitParams, check_init_parameters, starts_by
-from toolkit.em.estimators.base_mixture import BaseMixture, numbers, tensor
+from toolkit.em.estimators._online import OnlineMixture
+from toolkit.em.estimators._start import check_init_parameters
+from toolkit.em.estimators.base_mixture import numbers, tensor
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.information import ErrorMethod, standard_errors
 from toolkit.em.mixture import Mixture
 from toolkit.em.models._patterns import MissingEngine
-from toolkit.em.models.missing import MissingGaussian, impute
-from toolkit.em.models.online import OnlineState, online_start, online_step
+from toolkit.em.models.missing import MissingGaussian, impute, start_missing
 from toolkit.em.models.parsimonious import COVARIANCE_MODELS, Climber, CovarianceModel, n_free_parameters
 from toolkit.em.models.prior import Prior
 
 __all__ = ["CollapseWarning", "GaussianMixture"]
+
+InitParams = Literal["kmeans", "k-means++", "random", "random_from_data"]
 
 # Bytes of samples up to which a transposed copy is kept between the steps, which makes the steps faster.
 _CACHED = 2**28
 
 # Bytes of a memory-mapped array up to which it is read into memory as a whole.
 _MAPPED = 2**26
-
-# Steps of EM on the first batch of `partial_fit`, and samples for each component before the first step changes it.
-_FIRST_STEPS = 5
-_BURN_IN = 20.0
 
 # The most samples that a start is computed from.
 _SAMPLED = 2**16
@@ -99,26 +98,7 @@ class Data:
         return rows_of(self.x, self.weights) if isinstance(self.x, Tensor) else self.x
 
 
-@dataclass(frozen=True)
-class OnlineFit:
-    """State of `partial_fit`, the form of its first batch, and the log-likelihood of each batch before its step."""
-
-    state: OnlineState
-    form: Form
-    history: tuple[float, ...]
-
-
-def _learns_online(mixture: GaussianMixture) -> bool:
-    """Say whether an estimator has `partial_fit`, for ``hasattr`` in scikit-learn."""
-    if type_of(mixture.covariance_type) is None or mixture.missing:
-        raise AttributeError(
-            f"`partial_fit` is there for the types {', '.join(COVARIANCE_TYPES)} without missing values. "
-            f"Found covariance_type={mixture.covariance_type!r}, missing={mixture.missing!r}."
-        )
-    return True
-
-
-class GaussianMixture(BaseMixture):
+class GaussianMixture(OnlineMixture):
     r"""A mixture of Gaussians, fitted by EM.
 
     Parameters, attributes and methods are those of ``sklearn.mixture.GaussianMixture``, with the same meaning except
@@ -296,45 +276,6 @@ class GaussianMixture(BaseMixture):
         self._warn(n_failures + n_singular)
         return self
 
-    @available_if(_learns_online)  # type: ignore[untyped-decorator]
-    @no_graph()
-    def partial_fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
-        """Take one step of online EM by a batch of samples, which are not kept.
-
-        The start comes from the first batch, by `init_params` and a few EM steps. The parameters stay there until 20
-        samples for each component have been seen. After `fit`, the start is the fitted mixture, and the fitted samples
-        count as earlier batches of this size. Later batches may have any size. `lower_bound_` is the log-likelihood of
-        the batch before its step, `history_` has the values of all batches, and `n_iter_` counts the batches.
-
-        Args:
-            X: (B, D), at least `n_components` samples in the first batch; or chunks, each a batch.
-            y: Ignored.
-            sample_weight: (B,), not negative: how often each sample counts. None: once each.
-
-        Returns:
-            The estimator.
-
-        Raises:
-            TypeError: If `X` is sparse or complex.
-            AttributeError: For a covariance model that is not one of the four types, and for missing values.
-            ValueError: If a parameter is out of range, `X` or `sample_weight` has another shape or is not finite, or a
-                covariance becomes singular.
-
-        References:
-            Cappé & Moulines, "On-line expectation-maximization algorithm for latent data models", 2009, section 2.2.
-        """
-        self._check_parameters()
-        fitted = hasattr(self, "converged_")
-        if is_chunked(X):
-            chunks = read_chunks(self, X, sample_weight, reset=not fitted, missing=False)
-            form, batches = chunks.form, chunks.again()
-        else:
-            x, form = read(self, X, reset=not fitted, missing=False)
-            batches = iter([(x, read_weights(sample_weight, len(x), x, total=False))])
-        for x, weights in batches:
-            self._learn(x, weights, form)
-        return self
-
     def standard_errors(
         self,
         X: object,
@@ -456,6 +397,13 @@ class GaussianMixture(BaseMixture):
         structure = structure_of(mixture.covariance_type)
         return mixture.means[labels] + structure.colour(mixture.precisions_cholesky, draws, labels)
 
+    def _first(self, x: Tensor, weights: Tensor | None, form: Form, n_steps: int) -> GaussianParameters:
+        data = Data(x, weights, x, weights, form, len(x))
+        starts, _ = self._starts(data, generator_of(self.random_state))
+        options = ClimbOptions(accelerate="none", tol=0.0, max_iter=n_steps)
+        engine = self._engine(data)
+        return self._best([engine.climb(start, options) for start in starts], x.dtype).parameters
+
     # --- how ---
 
     @property
@@ -559,20 +507,9 @@ class GaussianMixture(BaseMixture):
                 log_weights=weights.log(), means=means, precisions_cholesky=factor, covariance_type=kind
             )
             return [only], 0
-        makers = starts_by(
-            x,
-            shape[0],
-            int(self.n_init),
-            covariance_type=kind,
-            init_params=self.init_params,
-            reg_covar=float(self.reg_covar),
-            generator=generator,
-            sample_weight=data.sampled_weights,
-            means=means,
-        )
         starts: list[GaussianParameters] = []
         error = None
-        for make in makers:
+        for make in self._makers(data, means, generator):
             try:
                 found = make()
             except ValueError as singular:
@@ -587,6 +524,30 @@ class GaussianMixture(BaseMixture):
         if error is not None and not starts:
             raise error
         return starts, int(self.n_init) - len(starts)
+
+    def _makers(
+        self, data: Data, means: Tensor | None, generator: torch.Generator
+    ) -> list[Callable[[], GaussianParameters]]:
+        """Return functions that make the starts: one M-step from the responsibilities that `init_params` names.
+
+        A sample belongs to its nearest mean, for all `init_params` if the user gives the means, so that covariances fit
+        the given means. A component with too few samples for its own covariance gets the covariance of all samples
+        about their means. With a variance of `reg_covar` alone the component would stay at one sample.
+        """
+        x, weights, k, n_starts = data.sampled, data.sampled_weights, int(self.n_components), int(self.n_init)
+        options: dict[str, Any] = {"covariance_type": self._start_type, "reg_covar": float(self.reg_covar)}
+        init, seeded = cast(Init, self.init_params), means is None and self.init_params != "random"
+        if bool(x.isnan().any()):
+            if seeded:
+                options |= {"sample_weight": weights, "init": init, "generator": generator}
+                return [partial(start_missing, x, k, **options)] * n_starts
+            x = torch.where(x.isnan(), x.nanmean(0), x)
+        if means is not None:
+            return [partial(start_at, x, weights, means, keep=True, **options)] * n_starts
+        if seeded:
+            found = choose_means(x, weights, k, n_starts, init, generator)
+            return [partial(start_at, x, weights, one, keep=init != "kmeans", **options) for one in found]
+        return [partial(start_at_random, x, weights, k, generator, **options)] * n_starts
 
     def _climb(self, engine: Engine, starts: list[GaussianParameters], progress: Progress) -> tuple[list[Fit], int]:
         """Return the fits from all starts or from the best ones, and the number of fits that became singular."""
@@ -608,49 +569,6 @@ class GaussianMixture(BaseMixture):
         if isinstance(engine, Climber):
             fits = [dataclasses.replace(found, parameters=found.parameters.to_gaussian()) for found in fits]
         return fits, len(errors)
-
-    def _learn(self, x: Tensor, weights: Tensor | None, form: Form) -> None:
-        """Take one online step, and set the attributes."""
-        if not hasattr(self, "_online"):
-            self._online = OnlineFit(self._begin(x, weights, form), form, ())
-        before = self._online
-        state = online_step(before.state, x.to(before.form.device), sample_weight=weights)
-        history = (*before.history, state.log_likelihood) if state.n_steps > before.state.n_steps else before.history
-        self._online = OnlineFit(state, before.form, history)
-        self._set(Climb(state.estimate, state.log_likelihood, False, state.n_steps, history), before.form)
-        self.n_iter_ = state.n_steps
-
-    def _begin(self, x: Tensor, weights: Tensor | None, form: Form) -> OnlineState:
-        """Return the first state of online EM: the last fit, or the result of a few steps on the first batch."""
-        kind = cast(CovarianceType, type_of(self.covariance_type))
-        if weights is not None:
-            x, weights = x[weights > 0], weights[weights > 0]
-        data = Data(x, weights, x, weights, form, len(x))
-        offset, burn_in = float(self.learning_offset), _BURN_IN * float(self.n_components)
-        if hasattr(self, "converged_"):
-            first = self._last(x)
-            offset, burn_in = offset + self._n_fitted / max(1, len(x)), 0.0
-        elif len(x) < self.n_components:
-            raise ValueError(
-                f"`n_components` should be at most {len(x)}, the number of samples of the first batch. "
-                f"Found {self.n_components}."
-            )
-        else:
-            starts, _ = self._starts(data, generator_of(self.random_state))
-            options = ClimbOptions(accelerate="none", tol=0.0, max_iter=_FIRST_STEPS)
-            engine = self._engine(data)
-            first = self._best([engine.climb(start, options) for start in starts], x.dtype).parameters
-        prior = self.prior
-        if prior == "default":
-            prior = Prior.default(x, int(self.n_components), kind, sample_weight=weights)
-        return online_start(
-            first,
-            exponent=float(self.learning_decay),
-            offset=offset,
-            burn_in=burn_in,
-            reg_covar=float(self.reg_covar),
-            prior=prior,
-        )
 
     def _last(self, x: Tensor) -> GaussianParameters:
         """Return the parameters of the last fit, for a warm start."""
