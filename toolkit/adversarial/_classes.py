@@ -27,7 +27,8 @@ def check_classes(name: str, classes: object, n: int, n_classes: int | None = No
     if not isinstance(classes, Tensor):
         raise TypeError(f"`{name}` should be a tensor of integers. Found {type(classes).__name__}.")
     if classes.shape != (n,):
-        raise ValueError(f"`{name}` should have shape ({n},). Found {tuple(classes.shape)}.")
+        one_hot = f" Classes of one-hot rows: `{name}.argmax(1)`." if classes.dim() == 2 and len(classes) == n else ""
+        raise ValueError(f"`{name}` should have shape ({n},). Found {tuple(classes.shape)}.{one_hot}")
     if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:
         raise TypeError(f"`{name}` should be integers. Found {classes.dtype}.")
     index = classes.long()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from toolkit.adversarial._functional import all_kept, reentrant_kept
 from toolkit.blocks import no_graph
 
 __all__ = ["modules_in", "untouched"]
@@ -53,7 +54,9 @@ def untouched(model: object) -> Iterator[None]:
     its ``train`` may do more than set flags.
 
     Meanwhile the model works on copies of its buffers. A graph recorded here may be differentiated after a training
-    pass, which moves the statistics of batch normalisation in place, unseen by autograd.
+    pass, which moves the statistics of batch normalisation in place, unseen by autograd. For the same reason the
+    activations of such a graph are kept, even if the model checkpoints them: they would be computed again in another
+    mode. No gradient with respect to an input passes a checkpoint with ``use_reentrant=True``, so those are kept too.
 
     Args:
         model: The model, or a callable that uses models: modules that it refers to are treated alike; see `modules_in`.
@@ -63,7 +66,7 @@ def untouched(model: object) -> Iterator[None]:
     kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     devices = sorted({tensor.device.index for tensor in _tensors(modules) if tensor.is_cuda})
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), all_kept() if torch.is_grad_enabled() else reentrant_kept():
             for buffers, name, copy in _copies(kept):
                 buffers[name] = copy
             _set_modes(modules, [False] * len(modules))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from toolkit._checks import function
 from toolkit.adversarial._classes import check_classes
+from toolkit.adversarial._functional import called_with
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks.losses import Loss, difference_loss, margin_slope
 from toolkit.adversarial.balls import Ball, BallOptions, Region, ball_of, per_sample
@@ -377,8 +378,8 @@ def _in_dtype(model: Callable[[Tensor], Tensor], dtype: torch.dtype, logits: Pic
     tensors = {name: converted(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
     def call(point: Tensor) -> Tensor:
-        output = torch.func.functional_call(model, tensors, (converted(point),))
+        output = called_with(model, tensors, (converted(point),))
         found: Tensor = output if logits is None else _pick(logits)(output)
-        return found.to(point.dtype)
+        return found.to(point.dtype) if isinstance(found, Tensor) else found
 
     return call

@@ -24,7 +24,7 @@ from torch import Tensor
 from toolkit._checks import integer, level, number
 from toolkit._progress import Progress
 from toolkit._random import seeded_generator
-from toolkit._tensors import tensors
+from toolkit.adversarial._classes import check_classes
 from toolkit.adversarial._warnings import warn
 from toolkit.adversarial.attacks._random_directions import random_directions
 from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Pick, Setting, setting, untargeted
@@ -36,7 +36,7 @@ from toolkit.adversarial.attacks.multi_target import linearised, multi_target
 from toolkit.adversarial.attacks.square import square
 from toolkit.adversarial.balls import Ball, BallFields
 from toolkit.adversarial.balls._rounding import laid_out_as
-from toolkit.adversarial.balls.box import sizes_of
+from toolkit.adversarial.balls.box import check_inputs, sizes_of
 
 __all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy", "robustness_curve", "standard_attacks"]
 
@@ -320,7 +320,8 @@ def robustness_curve(
     radii = [number("epsilons", epsilon, least=0) for epsilon in epsilons]
     if not radii:
         raise ValueError("`epsilons` should be radii, at least one. Found none.")
-    tensors(x=x, **({} if labels is None else {"labels": labels}))
+    check_inputs("x", x)
+    labels = None if labels is None else check_classes("labels", labels, len(x))
     draws = seeded_generator(generator)
     standing = torch.ones(len(x), dtype=torch.bool, device=x.device)
     shares = {}

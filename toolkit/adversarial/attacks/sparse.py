@@ -116,7 +116,9 @@ def _pairs(share: float, x: Tensor) -> int:
     """Return the number of pairs to change; raise if there is none."""
     size = math.prod(x.shape[1:])
     if share * size < 2:
-        raise ValueError(f"`share` should leave a pair of the {size} coordinates to change. Found {share:g}.")
+        raise ValueError(
+            f"`share` should leave a pair of the {size} coordinates to change. Found {share:g}: one is {2 / size:.2g}."
+        )
     return int(share * size) // 2
 
 

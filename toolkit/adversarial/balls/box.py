@@ -14,6 +14,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from toolkit._tensors import dense
 from toolkit.adversarial._warnings import warn
 from toolkit.adversarial.balls._rounding import round_inward
 from toolkit.blocks import no_graph
@@ -50,7 +51,11 @@ def check_inputs(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` should be a tensor. Found {type(x).__name__}.")
     if not x.is_floating_point():
-        raise TypeError(f"`{name}` should be floating point. Found {x.dtype}.")
+        scaled = (
+            f" Pixels from 0 to 255 become numbers from 0 to 1 by `{name} / 255`." if x.dtype == torch.uint8 else ""
+        )
+        raise TypeError(f"`{name}` should be floating point. Found {x.dtype}.{scaled}")
+    dense(**{name: x})
     if x.dim() < 2:
         raise ValueError(f"`{name}` should have shape (N, ...). Found {tuple(x.shape)}.")
 
@@ -130,6 +135,7 @@ def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
             raise ValueError(
                 f"`x` should lie within `bounds`, {_in_words(lower)} to {_in_words(upper)}. "
                 f"Found values from {x.min().item():.9g} to {x.max().item():.9g}."
+                + (" Pixels from 0 to 255 become these by `x / 255`." if (upper == 1).all() and x.max() > 2 else "")
             )
     return torch.minimum(lower, x), torch.maximum(upper, x)
 

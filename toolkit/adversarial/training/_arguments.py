@@ -118,6 +118,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a value is out of its range; numbers of any type become Python's."""
+        sizes: object = self.epsilon
+        if isinstance(sizes, list | tuple) or (isinstance(sizes, Tensor) and sizes.numel() != 1):
+            found = f"{type(sizes).__name__} of {len(sizes)}"
+            raise TypeError(f"`epsilon` should be one radius for all samples in training. Found a {found}.")
         checked: dict[str, float] = {
             "epsilon": number("epsilon", self.epsilon, least=0),
             "epsilon_warmup": number("epsilon_warmup", self.epsilon_warmup, least=0, most=1),
@@ -187,9 +191,10 @@ def check_group(group: object) -> None:
 
 def check_model(model: nn.Module, generator: torch.Generator, augment: Callable[..., Tensor] | None) -> None:
     """Raise unless a model can be trained: it is finite, has parameters to train, and `generator` is not global."""
-    for name, value, kind in (("model", model, nn.Module), ("generator", generator, torch.Generator)):
-        if not isinstance(value, kind):
-            raise TypeError(f"`{name}` should be a torch.{kind.__name__}. Found {type(value).__name__}.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be a torch.nn.Module. Found {type(model).__name__}.")
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` should be a torch.Generator. Found {type(generator).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"`model` should be a module before it is scripted or traced. Found {type(model).__name__}.")
     if any(generator is own for own in (torch.default_generator, *torch.cuda.default_generators)):

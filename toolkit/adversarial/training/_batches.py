@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from toolkit._checkpoint import fingerprint
 from toolkit._distributed import rank_of, world_of
 from toolkit._run import generators_of, seed_of
+from toolkit.adversarial._classes import check_classes
 from toolkit.adversarial.training.methods import BallArguments
 from toolkit.blocks import constants
 
@@ -122,16 +123,11 @@ def pair_of(data: object, labels: object) -> tuple[Tensor, Tensor] | None:
         data, labels = data
     if not isinstance(data, Tensor):
         return None
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
-        found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise TypeError(f"`labels` should be a tensor of integers. Found {found}.")
     if not (data.is_floating_point() or data.dtype == torch.uint8):
         raise TypeError(f"`data` should be floating point, or bytes from 0 to 255 (uint8). Found {data.dtype}.")
     if data.dim() < 2 or len(data) == 0:
         raise ValueError(f"`data` should have shape (N, ...) with at least one sample. Found {tuple(data.shape)}.")
-    if labels.shape != data.shape[:1]:
-        raise ValueError(f"`labels` should have shape ({len(data)},). Found {tuple(labels.shape)}.")
-    return data, labels
+    return data, check_classes("labels", labels, len(data))
 
 
 def check_scale(name: str, inputs: Tensor, ball: BallArguments, augment: Callable[..., Tensor] | None = None) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+
+from toolkit.adversarial.training._terms import checked
 
 __all__ = ["LabelCheck"]
 
@@ -25,7 +27,7 @@ class LabelCheck:
 
     @contextmanager
     def of(self, ends: tuple[int, ...]) -> Iterator[None]:
-        """Raise ValueError unless labels are classes: before the body, or inside it at the first output of the model.
+        """Raise unless labels are classes: before the body, or inside it at the first output of the model, a tensor.
 
         Args:
             ends: The least and the greatest label; empty if unknown.
@@ -36,7 +38,7 @@ class LabelCheck:
             return
 
         def look(module: nn.Module, inputs: Any, logits: Any) -> None:
-            self.n_classes = logits.shape[1] if isinstance(logits, Tensor) and logits.dim() == 2 else 0
+            self.n_classes = logits.shape[1] if checked(logits).dim() == 2 else 0
             self._check(ends)
 
         hook = self.model.register_forward_hook(look)

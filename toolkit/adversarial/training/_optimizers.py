@@ -29,7 +29,7 @@ def make_optimizer(
 
     Raises:
         TypeError: If `optimizer` is neither a name nor a function that returns an optimiser.
-        ValueError: If `optimizer` is an unknown name.
+        ValueError: If `optimizer` is an unknown name, or divides by numbers that underflow.
     """
     if isinstance(optimizer, str):
         if optimizer not in _DEFAULT_RATES:
@@ -52,6 +52,15 @@ def make_optimizer(
         if learning_rate is not None:
             for group in made.param_groups:
                 group["lr"] = learning_rate
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            # Small gradients have squares of 0 in float16, and are then divided by this number.
+            if group.get("eps") and torch.tensor(group["eps"], dtype=parameter.dtype) == 0:
+                raise ValueError(
+                    f"`optimizer` should have an `eps` that is not 0 in {parameter.dtype}. Found {group['eps']:g}: "
+                    'train in float32 or bfloat16, give `optimizer="sgd"`, or a function that makes one with a larger '
+                    "`eps`."
+                )
     return made, [float(group["lr"]) for group in made.param_groups]
 
 
@@ -85,6 +94,11 @@ class Descent:
 
     def update(self, loss: Tensor, rows: int, group: ProcessGroup | None) -> None:
         """Move the parameters against the gradient of the mean loss of all ranks' rows."""
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "`model` should be differentiable with respect to its parameters. Found a loss that does not depend on "
+                "them: is its forward pass in `torch.no_grad()`?"
+            )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if group is not None:

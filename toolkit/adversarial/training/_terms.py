@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toolkit._checks import function
 from toolkit._tensors import tensors
+from toolkit.adversarial._functional import reentrant_kept
 from toolkit.adversarial.attacks._setting import EXAMPLE, Setting, at_a_copy
 from toolkit.adversarial.attacks.losses import margin_loss
 from toolkit.adversarial.balls.box import check_inputs, draw
@@ -131,7 +132,7 @@ def point_and_logits(model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
 def losses_and_slope(model: Model, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Return the loss of every sample, (N,), and its input gradient, (N, ...), recorded if gradients are."""
     recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
+    with torch.enable_grad(), reentrant_kept():
         point, logits = point_and_logits(model, x)
         losses = loss(logits)
     (slope,) = torch.autograd.grad(losses, point, torch.ones_like(losses), create_graph=recorded)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit._checks import function
 from toolkit._tensors import same_shape
-from toolkit.adversarial.attacks._setting import EXAMPLE
+from toolkit.adversarial.attacks._setting import EXAMPLE, at_a_copy
 from toolkit.adversarial.balls import Ball, Bounds, Norm, Region, per_sample
 from toolkit.adversarial.balls.box import remark_on_width
 from toolkit.adversarial.training._terms import Model, checked, cross_entropy
@@ -106,4 +106,5 @@ def free_loss(
     remark_on_width(epsilon, norm, bounds, x[:1].numel())
     example = variable(stop_gradient(ball.settle(ball.project(x + perturbation)), EXAMPLE))
     stride = per_sample("epsilon", epsilon, x).to(x.dtype)
-    return Replay(cross_entropy(checked(model(example)), labels).mean(), example, ball, stride)
+    given, logits = at_a_copy(model, example)
+    return Replay(cross_entropy(checked(logits), labels).mean(), given, ball, stride)

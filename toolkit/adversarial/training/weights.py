@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import function, number
+from toolkit.adversarial._functional import called_with, reentrant_kept
 from toolkit.blocks import block, no_graph, stop_recording
 
 __all__ = ["WEIGHT_PERTURBATION", "awp_loss", "reweighted", "weight_perturbation"]
@@ -129,7 +130,7 @@ class _Reweighted(nn.Module):
         self._values = dict(values)
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        result: Tensor = torch.func.functional_call(self.model, self._values, args, kwargs)
+        result: Tensor = called_with(self.model, self._values, args, kwargs)
         return result
 
 
@@ -150,7 +151,7 @@ def _ascended(
     devices = sorted({value.device.index for value in model.parameters() if value.is_cuda})
     with stop_recording(WEIGHT_PERTURBATION):
         recorded = torch.is_grad_enabled()
-        with torch.enable_grad(), torch.random.fork_rng(devices):
+        with torch.enable_grad(), torch.random.fork_rng(devices), reentrant_kept():
             places, value = evaluate()
         if not weights:  # of which torch takes no gradient
             return {}
