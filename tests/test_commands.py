@@ -155,7 +155,7 @@ def test_a_project_of_ones_own_runs_and_passes_its_test(installed):
         f"next: cd {project}, then: stopgrad run configs",
         "test: python -m pytest (which needs: pip install pytest)",
     ]
-    assert "exists already" in _done(["stopgrad", "init", str(project)], installed).stderr
+    assert "FOLDER should be new. Found " in _done(["stopgrad", "init", str(project)], installed).stderr
     run = _done(["stopgrad", "run", str(project / "configs"), "--results", str(project / "results")], installed)
     assert run.returncode == 0, run.stderr
     assert "contradict" not in run.stdout

@@ -48,11 +48,13 @@ def main() -> None:
 @main.command(cls=_WithArguments)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [-- ARGUMENTS]")
 @click.option("-m", "module", metavar="MODULE", help="Audit a module, as `python -m MODULE` runs it.")
-@click.option("--step", type=click.IntRange(1), default=1, show_default=True, help="Training step of a script.")
-@click.option("--backward", type=click.IntRange(1), help="Backward pass of this step.  [default: 1]")
+@click.option("--step", type=click.IntRange(1), default=1, show_default=True, help="Training step to audit.")
+@click.option("--backward", type=click.IntRange(1), help="Backward pass of this step to audit.  [default: 1]")
 @click.option("--all", "all_passes", is_flag=True, help="Answer for all backward passes of this step.")
-@click.option("--continue", "continues", is_flag=True, help="Let the script go on after the answer.")
-@click.option("--verify", is_flag=True, help="Run the script again, without recording, and compare bit for bit.")
+@click.option("--continue", "continues", is_flag=True, help="Let the script run to its end after the answer.")
+@click.option(
+    "--verify", is_flag=True, help="Run the script again without recording; compare loss and gradients bit for bit."
+)
 @click.option(
     "--rerun", is_flag=True, help="Run the script again without each stop that the recorded step cannot open."
 )
@@ -77,8 +79,10 @@ def main() -> None:
     metavar="FILE.toml",
     help="Compare the stops with this table; end with 1 if one is gone, new, or has another effect.",
 )
-@click.option("--update", is_flag=True, help="Write the table of `--expect`.")
-@click.option("--page", "page_path", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page.")
+@click.option("--update", is_flag=True, help="Write the table of `--expect` from the stops found.")
+@click.option(
+    "--page", "page_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the answer as an HTML page too."
+)
 @click.option("--witness", type=click.Path(path_type=Path), hidden=True)
 @click.option("--opened", help="Arguments of `OpenedRun`, as JSON.", hidden=True)
 def audit(
@@ -100,33 +104,34 @@ def audit(
 ) -> None:
     """Find the places that stop a gradient in a program, and the effect of each.
 
-    PROGRAM is a training script, which runs as it is, with the ARGUMENTS after "--". One of its training steps is
-    recorded, the stops of a backward pass of this step are opened, and the script ends.
+    PROGRAM is a training script, which runs as it is, with the ARGUMENTS after "--". The command records one training
+    step, opens (removes) each stop of one of its backward passes, and ends the script.
 
-    Or PROGRAM is FILE:FUNCTION, a function without arguments; the ARGUMENTS are those of the file. It returns the
-    loss, which is a function that runs the program and returns a scalar tensor. It may return a pair: the loss, and
-    the parameters to differentiate by (a module, a dict, or a list of tensors).
+    Or PROGRAM is FILE:FUNCTION. FUNCTION takes no arguments and returns the loss, itself a function that runs the
+    program and returns a scalar tensor. It may return a pair: the loss, and the parameters to differentiate by (a
+    module, a dict, or a list of tensors). The ARGUMENTS are those of FILE.
 
-    The answer is written to stdout, the output of the program to stderr. Each stop is opened alone. Its verdict is its
-    effect on the gradient:
+    The answer goes to stdout, the output of the program to stderr. The leak is the norm of the part of the gradient
+    that flows through the opened stop; ratio and cosine compare the gradient without the stop to the gradient with it.
+    Each stop is opened alone. The verdict is its effect:
 
     \b
-    no-op               none: no gradient reaches the stop ("carry nothing")
-    redundant           none: the leak is rounding
-    below the noise     too small for the precision of the program
+    no-op               no gradient reaches the stop ("carry nothing")
+    redundant           the gradient changes by rounding at most
+    below the noise     the effect cannot be told from rounding
     partial             load-bearing: the gradient changes
-    cuts all paths      load-bearing: with it these parameters have no gradient
-    makes the gradient  load-bearing: without it these parameters have none
+    cuts all paths      load-bearing: no gradient of these parameters with it
+    makes the gradient  load-bearing: no gradient of these without it
 
     The exit code is that of the program; 1 if an answer is not valid or not as expected; 2 if there is nothing to
     audit.
     """  # noqa: D301 - the sign by which click leaves lines as they are
     if module is None and not words:
-        _stop("The program should be a script, FILE:FUNCTION, or -m MODULE. Found none.")
+        _stop("PROGRAM should be a script, FILE:FUNCTION, or -m MODULE. Found none: `stopgrad audit train.py`.")
     if backward is not None and all_passes:
-        _stop("`--backward` should not stand beside `--all`. Found both.")
+        _stop("`--backward` should not stand beside `--all`. Found both: leave one out.")
     if update and expect is None:
-        _stop("`--update` should stand beside `--expect`. Found it alone.")
+        _stop("`--update` should stand beside `--expect`. Found it alone: add `--expect FILE.toml`.")
     expected = [] if expect is None or update else _expected(expect)
     command = shlex.join(["stopgrad", *sys.argv[1:]])  # the program has other words
     program = words[0] if module is None else module
@@ -140,7 +145,7 @@ def audit(
         from toolkit.gradients.audit.scripts import Question, Script
 
         if module is None and not Path(program).is_file():
-            _stop(f"The program should be in a file. Found none at {program}.")
+            _stop(f"PROGRAM should be a file. Found none at {program}: check the path, or audit a module by -m.")
         script = Script(program, module is not None, words[1:] if module is None else words)
         question = Question(step, None if all_passes else backward or 1, continues)
         if witness is not None:
@@ -178,7 +183,7 @@ def _expected(path: Path) -> list[Any]:
     from toolkit.gradients.audit.expectations import read_tables
 
     if not path.is_file():
-        _stop(f"`--expect` should be a file, which `--update` writes. Found none at {path}.")
+        _stop(f"`--expect` should be a file with a table of stops. Found none at {path}: `--update` writes it.")
     try:
         tables = read_tables(path)
     except ValueError as error:
@@ -222,7 +227,7 @@ def _text(name: str, answer: Any) -> str:
 def _answer_of_function(path: str, name: str, arguments: Sequence[str]) -> Any:
     file = Path(path)
     if not file.is_file():
-        _stop(f"The program should be in a file. Found none at {path}.")
+        _stop(f"PROGRAM should be a file. Found none at {path}: check the path, or audit a module by -m.")
     with _output_aside(), _started_with([path, *arguments]):
         loss, params = _loss_of(_imported(file), name, path)
         from toolkit.gradients.audit import audit as audited

@@ -143,10 +143,13 @@ def test_an_audit_that_is_not_valid_ends_with_1(program):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.py:make_loss"], "should be in a file. Found none at nowhere.py."),
-        ([], "should be a script, FILE:FUNCTION, or -m MODULE. Found none."),
-        (["program_to_audit.py:"], "should be in a file. Found none at program_to_audit.py:."),
-        (["train.py", "--backward", "2", "--all"], "`--backward` should not stand beside `--all`. Found both."),
+        (["nowhere.py:make_loss"], "PROGRAM should be a file. Found none at nowhere.py: check the path"),
+        ([], "PROGRAM should be a script, FILE:FUNCTION, or -m MODULE. Found none: `stopgrad audit train.py`."),
+        (["program_to_audit.py:"], "PROGRAM should be a file. Found none at program_to_audit.py:: check"),
+        (
+            ["train.py", "--backward", "2", "--all"],
+            "`--backward` should not stand beside `--all`. Found both: leave one out.",
+        ),
         (["program_to_audit.py:nothing"], "should have a function 'nothing'. Found none."),
         (["program_to_audit.py:constant"], "should have a function 'constant'. Found int."),
         (["program_to_audit.py:raising"], "Found KeyError: 'no data' (at "),

@@ -200,7 +200,7 @@ def test_a_wrong_table_is_one_clear_line(folder, text, message):
 
 
 def test_an_update_needs_a_table(folder):
-    assert "`--update` should stand beside `--expect`. Found it alone." in _run("--update").stderr
+    assert "`--expect`. Found it alone: add `--expect FILE.toml`." in _run("--update").stderr
 
 
 def test_annotations_of_github(folder, monkeypatch):

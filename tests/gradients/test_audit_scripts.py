@@ -71,7 +71,7 @@ def test_a_backward_pass_that_a_step_does_not_have(write, tmp_path):
     write(LOOP)
     found = _run(tmp_path, "train.py", "--step", "2", "--backward", "4")
     assert found.returncode == 2
-    assert found.stderr.splitlines()[-1].endswith(" and 0 more backward passes, and 1 in step 2.")
+    assert found.stderr.splitlines()[-1].endswith(" and 1 in step 2: `--backward` should name an earlier one.")
 
 
 def test_a_script_is_answered_and_computes_what_it_always_computes(write, tmp_path):
@@ -468,7 +468,11 @@ def test_a_script_that_cannot_be_audited_says_why(write, tmp_path, loss, says):
         ("raise ZeroDivisionError('of the script')", 1, "ZeroDivisionError: of the script"),
         ("import sys; sys.exit(7)", 7, ""),
         ("raise KeyboardInterrupt", 130, "line 3, in <module>\n    raise KeyboardInterrupt"),
-        ("", 2, "The script should come to backward pass 1 of step 1. Found its end after 0 steps"),
+        (
+            "",
+            2,
+            "The script should come to backward pass 1 of step 1. Found its end after 0 steps and 0 more backward",
+        ),
     ],
 )
 def test_a_script_that_ends_early_ends_as_without_the_tool(write, tmp_path, end, code, says):
@@ -589,7 +593,10 @@ def test_a_forked_child_runs_as_without_the_tool(write, tmp_path):
 
 def test_a_program_that_is_not_there(tmp_path):
     found = _run(tmp_path, "train.py")
-    assert (found.returncode, found.stderr) == (2, "error: The program should be in a file. Found none at train.py.\n")
+    assert (found.returncode, found.stderr) == (
+        2,
+        "error: PROGRAM should be a file. Found none at train.py: check the path, or audit a module by -m.\n",
+    )
 
 
 READS = """

@@ -404,4 +404,4 @@ def test_a_mistake_on_the_command_line_is_told_once(config):
 def test_a_folder_of_configs_that_is_not_there_is_named(tmp_path):
     done = CliRunner().invoke(main, ["list", "--configs", str(tmp_path / "none")])
     assert done.exit_code == 2
-    assert done.stderr == f"error: `--configs` should be a folder. Found {tmp_path}/none, which is not there.\n"
+    assert done.stderr == f"error: `--configs` should be a folder. Found none at {tmp_path}/none: check the path\n"

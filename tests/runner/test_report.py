@@ -166,7 +166,8 @@ def test_without_records_the_command_says_what_to_do(tmp_path):
     for folder in (tmp_path, tmp_path / "not made yet"):
         done = CliRunner().invoke(main, ["report", "--results", str(folder)])
         assert done.exit_code == 2
-        assert done.stderr == f"error: {folder}: no records there; run a config first\n"
+        found = f"Found none in {folder}: `stopgrad run` writes them"
+        assert done.stderr == f"error: `--results` should be a folder with records. {found}\n"
 
 
 def test_a_project_in_this_folder_needs_no_way_there(tmp_path, monkeypatch):

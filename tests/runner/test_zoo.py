@@ -393,7 +393,7 @@ def test_lines_that_differ_have_their_numbers():
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "the zoo should have programs. Found no .py files."),
+        ({}, "FOLDER should hold programs of the zoo. Found no .py files in "),
         ({"a.py": '"""A."""\nSOURCES = MOVES = STAYS = []'}, "a.py: a program of the zoo should have buggy, fixed."),
         (
             {"a.py": "SOURCES = MOVES = STAYS = buggy = fixed = []"},
@@ -439,7 +439,9 @@ fixed = buggy
 '''
 
 
-@pytest.mark.parametrize(("stays", "error"), [("", "one: no bug was found"), ("'w'", "one: blamed without its bug")])
+@pytest.mark.parametrize(
+    ("stays", "error"), [("", "one: no bug was found"), ("'w'", "one: a bug was found in `fixed()`")]
+)
 def test_the_command_fails_for_a_zoo_that_is_wrong(tmp_path, stays, error):
     (tmp_path / "one.py").write_text(
         BLAMED.format(stays=stays).replace("fixed = buggy", "def fixed():\n    return buggy()")

@@ -80,13 +80,19 @@ class _RunCommand(click.Command):
 
 @main.command(cls=_RunCommand, short_help="Train with blocks in place and again with each open.")
 @click.argument("configs", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value; may be repeated.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Give a key of the configs another value; may be repeated.",
+)
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=A,B,...",
-              help="Run with each of these values; repeated, with all combinations.")  # fmt: skip
+              help="Run once with each value of a key; several options give all combinations.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), metavar="N",
-              help="Seeds that run side by side.  [default: the number of cores]")  # fmt: skip
+              help="Number of seeds that run side by side.  [default: the number of cores]")  # fmt: skip
 @click.option("--ray", "cluster", metavar="ADDRESS",
-              help="Run on a Ray cluster; `auto` is that of this machine. Needs stopgrad[ray].")  # fmt: skip
+              help="Run on this Ray cluster; `auto` is the cluster of this machine. Needs stopgrad[ray].")  # fmt: skip
 @click.option("--force", is_flag=True, help="Run finished seeds again.")
 @RESULTS
 def run(
@@ -207,9 +213,9 @@ def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("docs/zoo"))
 @RESULTS
 def zoo(folder: Path, results: Path) -> None:
-    """Audit the programs of the bug zoo with their bugs and without, and draw the page of the zoo.
+    """Audit each program of the bug zoo with its bug and without it, and draw the page of the zoo.
 
-    FOLDER holds the programs; the bundled zoo by default.
+    FOLDER holds the programs; by default the bundled zoo, published programs with a wrong stop.
     """
     from toolkit.runner._records import write_zoo
     from toolkit.runner._site import write_site
@@ -231,17 +237,21 @@ def zoo(folder: Path, results: Path) -> None:
     except OSError as error:
         _stop(f"{results}: the record and the page cannot be written: {error.strerror}", 1)
     wrong = [f"{program['name']}: no bug was found" for program in examined if not program["buggy"]["complaints"]]
-    wrong += [f"{program['name']}: blamed without its bug" for program in examined if program["fixed"]["complaints"]]
+    wrong += [
+        f"{program['name']}: a bug was found in `fixed()`" for program in examined if program["fixed"]["complaints"]
+    ]
     if wrong:
         _stop("\n".join(wrong), 1)
     click.echo(f"{len(examined)} bugs found, {len(examined)} fixed programs pass; record in {results}/zoo.json")
 
 
-@main.command(short_help="Draw the pages from the records.")
+@main.command(short_help="Draw the report from the records.")
 @RESULTS
-@click.option("--single", type=click.Path(path_type=Path, dir_okay=False), help="Write all of it into this one file.")
+@click.option(
+    "--single", type=click.Path(path_type=Path, dir_okay=False), help="Write the whole report into this one file."
+)
 def report(results: Path, single: Path | None) -> None:
-    """Draw the pages from the records: RESULTS/index.html, and a page for each experiment. Needs no torch.
+    """Draw the report from the records: RESULTS/index.html, and a page for each experiment. Needs no torch.
 
     Damaged records are left out, and named at the end and on the page of their experiment; the exit code is then 1.
     """
@@ -255,7 +265,11 @@ def report(results: Path, single: Path | None) -> None:
     except OSError as error:
         _stop(f"{error.filename}: cannot be read: {error.strerror}", 2)
     if not records and not programs:
-        _stop("\n".join(damaged) or f"{results}: no records there; run a config first", 2)
+        _stop(
+            "\n".join(damaged)
+            or f"`--results` should be a folder with records. Found none in {results}: `stopgrad run` writes them",
+            2,
+        )
     try:
         page = write_single(records, single, programs) if single else write_site(results)
     except OSError as error:
@@ -266,21 +280,21 @@ def report(results: Path, single: Path | None) -> None:
         _stop("\n".join(damaged), 1)
 
 
-@main.command("list", short_help="Show experiments, blocks, configs and keys.")
+@main.command("list", short_help="List experiments, blocks, configs and keys.")
 @click.argument("experiment", required=False)
 @click.option("--configs", type=click.Path(path_type=Path, file_okay=False), default=Path("configs"), show_default=True,
               help="Folder of the configs.")  # fmt: skip
 def list_command(experiment: str | None, configs: Path) -> None:
-    """Show experiments, their blocks, and the available configs.
+    """List the experiments, the blocks with their reasons, and the configs.
 
-    With an EXPERIMENT, show the keys of its configs instead, with types and defaults.
+    With the name of an EXPERIMENT, list the keys of its configs instead, with types and defaults.
     """
     from toolkit.runner._config import ConfigError
     from toolkit.runner._listing import keys_of, listing
 
     folder = here_or_bundled(configs)
     if not folder.is_dir():
-        _stop(f"`--configs` should be a folder. Found {configs}, which is not there.", 2)
+        _stop(f"`--configs` should be a folder. Found none at {configs}: check the path", 2)
     try:
         click.echo(listing(folder) if experiment is None else keys_of(experiment, folder))
     except (ValueError, ConfigError) as error:
@@ -298,7 +312,7 @@ def init(folder: Path) -> None:
     files = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.suffix in (".py", ".toml")]
     taken = [folder / file for file in files if (folder / file).exists()]
     if taken:
-        _stop(f"{taken[0]}: exists already; `stopgrad init` writes into a new or another folder", 2)
+        _stop(f"FOLDER should be new. Found {taken[0]}: choose another folder", 2)
     try:
         for file in files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)

@@ -95,7 +95,7 @@ def read_programs(folder: Path) -> list[Program]:
             )
         found.append(Program(path, path.read_text("utf-8"), module))
     if not found:
-        raise ValueError(f"{folder}: the zoo should have programs. Found no .py files.")
+        raise ValueError(f"FOLDER should hold programs of the zoo. Found no .py files in {folder}: see `docs/zoo/`.")
     return found
 
 

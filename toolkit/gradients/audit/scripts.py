@@ -176,7 +176,7 @@ class ScriptRun:
         """How far the script has come, and the reason why it came no further if that is known."""
         come = f"{self.steps} steps and {self.backward_passes} more backward passes"
         if self._in_step:
-            return f"{come}, and {self._in_step} in step {self.question.step}"
+            return f"{come}, and {self._in_step} in step {self.question.step}: `--backward` should name an earlier one"
         if self._others and not self.steps:
             return f"{come}: it trains in the thread {next(iter(self._others))}, but only the main thread is audited"
         if self._processes and not self.steps + self.backward_passes:
@@ -185,7 +185,9 @@ class ScriptRun:
             return f"{come}: it trains by torch.func, and its loss can be audited as a function, FILE:FUNCTION"
         if self.question.step > 1 and not self.steps and self.backward_passes:
             return f"{come}: no optimiser of torch.optim takes a step, so `--backward` should choose, without `--step`"
-        return come
+        if self.steps + self.backward_passes:
+            return f"{come}: `--step` should name an earlier one"
+        return f"{come}: a loss that it does not train on can be audited as a function, FILE:FUNCTION"
 
     def attending(self) -> AbstractContextManager[None]:
         """Make the context of the step that is asked about."""
