@@ -58,7 +58,7 @@ class Leak:
     Attributes:
         parts: Parameter -> leak, as a vector; no entry for a zero leak.
         reached: Parameters with a path to the loss while the blocks are open.
-        carried: Whether a gradient-carrying tensor reached the blocks.
+        carried: Whether a tensor with a gradient reached the blocks.
     """
 
     parts: dict[str, Tensor]
@@ -490,7 +490,7 @@ def answers_of(
     around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
     sparing: Sparing = lambda _: nullcontext(False),
 ) -> Iterator[ProgramAnswers]:
-    """Run a loss function, and answer for it, most cheaply inside of the ``with``.
+    """Run a loss function and return its answers, which are cheapest inside of the ``with``.
 
     Every run except the plain one is inside of `around`. If a run with open blocks fails, `sparing` may exempt the
     cause.
@@ -518,7 +518,7 @@ def sentence(error: Exception) -> str:
 
 
 def _fewer(found: Mapping[str, Meeting], first: Mapping[str, Meeting]) -> list[str]:
-    """Return the blocks that were met less often than at first; places in code that torch writes anew do not count."""
+    """Return the blocks that were met less often than at first; places in code that torch generates do not count."""
     known = {name: meeting.calls for name, meeting in first.items() if not name.startswith(_GENERATED)}
     return [name for name, calls in known.items() if name not in found or found[name].calls < calls]
 

@@ -1,6 +1,6 @@
-"""Functions of torch that compute to other bits where they record a graph: here to those of the plain program.
+"""Functions of torch that give other bits while they record a graph: here they give those of the plain program.
 
-In the plain program stopped values require no gradient, and a region records nothing. There singular values come
+In the plain program stopped values require no gradient, and a region records nothing. So singular values are computed
 without vectors, and a recurrent layer keeps nothing for a backward pass. A product of a stack of matrices with one
 matrix stays a stack of products instead of one product of a long matrix (`should_fold` in ATen's LinearAlgebra.cpp).
 """
@@ -61,7 +61,7 @@ DEPENDS_ON_A_GRAPH = frozenset(
 
 
 def may_depend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of these functions may compute in another way where it records a graph."""
+    """Return whether a call of these functions may use another kernel while it records a graph."""
     if func in _NORMS:  # of singular values
         orders = [order for order in (*args[1:], *kwargs.values()) if isinstance(order, str | int | float)]
         return any(order in ("nuc", 2, -2) for order in orders)

@@ -1,4 +1,4 @@
-"""Cuts: blocks of a program that runs only once, and goes on afterwards as if nobody had watched."""
+"""Cuts: the blocks of a program that runs only once, and continues as if it had not been recorded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Unrecordable(RuntimeError):
 
 
 class CutBoard(GateBoard):
-    """Cuts instead of gates, for a program that runs once and goes on afterwards.
+    """Cuts instead of gates, for a program that runs only once and continues afterwards.
 
     Nothing behind a cut runs in the program's own backward passes, as nothing runs behind a detached tensor. Regions
     are recorded.
@@ -77,7 +77,7 @@ class CutBoard(GateBoard):
         written: Regions with changes in place of a tensor that has its gradient from outside.
         nested: Blocks that stop a nested tensor with strides, which cannot be cut.
         before: Block -> the node of a tensor from before the recording that it stops.
-        asked: Blocks of whose results the program asks whether they carry a gradient.
+        asked: Blocks for whose results the program reads `requires_grad` or `grad_fn`.
         memory: The memory that recorded regions take.
         too_large: Regions that are no longer recorded, because that takes too much memory -> this reason.
         first: The number of the first node.
@@ -240,7 +240,7 @@ class CutBoard(GateBoard):
         return known[node]
 
     def may_require(self, tensor: Tensor, *, required: bool) -> bool:
-        """Return whether the program may set whether a tensor requires a gradient.
+        """Return whether the program may set `requires_grad` of a tensor.
 
         A constant of the plain program is a leaf there. If it should require a gradient, it becomes a leaf here, too,
         from which derivatives of open stops go on. If it should not, it stays as it is.
@@ -347,7 +347,7 @@ class CutBoard(GateBoard):
 
     @contextmanager
     def of_the_program(self) -> Iterator[None]:
-        """Let the program take a backward pass of its own."""
+        """Enter a backward pass of the program itself."""
         outer, self._in_forward = self._in_forward, False
         try:
             with self.backward(()):

@@ -84,7 +84,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def by_module(endings: Mapping[str, str], parameters: Iterable[str], found: str = "no path to the loss") -> list[str]:
-    """Return a line for each module whose parameters have no path to the loss, or of which something else is `found`.
+    """Return a line for each module of these parameters, which begins with `found`, their common property.
 
     A module is named instead of its parts if that holds for all parameters of it, and all end in the same place.
     """

@@ -323,13 +323,13 @@ class GateBoard(Gates):
         return False
 
     def may_require(self, tensor: Tensor, *, required: bool) -> bool:
-        """Return whether the program may set whether a tensor requires a gradient."""
+        """Return whether the program may set `requires_grad` of a tensor."""
         return True
 
     def close_regions(self, roots: Iterable[Any]) -> None:
         """Turn `roots` and the nodes behind them into gates, if they were made in a region.
 
-        A cut is none of them: open, it is the tensor behind it, which may be from outside of the region.
+        A cut is not turned into a gate: if open, it is the tensor behind it, which may be from outside of the region.
         """
         if not self._passages:
             return
@@ -506,7 +506,7 @@ def unwraps(input: Any) -> bool:
 
 
 def replaced_by(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that `replacing` has marked; any other function unchanged.
+    """Return the function that a function marked by `replacing` replaces; return any other function unchanged.
 
     A function of torch passes the object to modes that its own name refers to, which may be a replacement.
     """

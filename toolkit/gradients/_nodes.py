@@ -45,7 +45,7 @@ EVERY_BLOCK: Collection[str] = _Everything()
 
 
 class _Board(Protocol):
-    """Decides which gates pass, and keeps the cotangents that arrive at them if that is wanted."""
+    """Decides which gates pass, and keeps the cotangents that arrive at gates on request."""
 
     arrivals: list[tuple[str, GradientEdge, Tensor]] | None
 
@@ -95,8 +95,8 @@ class Gate(torch.autograd.Function):
 class Cut(torch.autograd.Function):
     """An identity at which the graph ends. It keeps the edge behind it, so that a derivative can go on from there.
 
-    Its result has to require a gradient, so it depends on an anchor: a leaf of no importance. Behind a constant there
-    is no edge.
+    Its result has to require a gradient, so it depends on an anchor: a leaf that is used for nothing else. Behind a
+    constant there is no edge.
     """
 
     block_name: str

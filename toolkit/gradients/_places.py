@@ -1,4 +1,4 @@
-"""The place in a user's own code at which something is met that torch or this library runs."""
+"""The line of a user's own code that leads to a call of torch or of this library."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def user_site(frame: FrameType | None) -> Site:
 def decorated(function: Any, internal: Callable[[str], bool]) -> Site | None:
     """Return the place of a decorated function: the innermost that is not internal, at its first decorator.
 
-    The wrapper of a decorator in between would be one place for all functions that it wraps.
+    The wrapper of a decorator would be the same place for all functions that it wraps.
     """
     found = None
     while function is not None:

@@ -242,7 +242,7 @@ def _bounded_derivatives() -> Iterator[None]:
 
 @contextmanager
 def keeping_selected() -> Iterator[None]:
-    """Let selective checkpoints hand out the values again that they hand out only once."""
+    """Let selective checkpoints return their stored values several times, not only once."""
     mode: Any = torch.utils.checkpoint._CachedTorchDispatchMode
     original, is_own = mode.__enter__, "__enter__" in vars(mode)
     kept = dict[int, tuple[dict[Any, Any], dict[Any, Any]]]()
@@ -472,7 +472,7 @@ def _with_name(entry: Any) -> tuple[str | None, Any]:
 
 
 def _remove_gates(parts: Parts) -> None:
-    """Make constants of tensors that an earlier comparison has left with gates, in places that it did not know of."""
+    """Turn tensors that still have gates of an earlier comparison into constants."""
     for tensor in parts.tensors.values():
         nodes = () if tensor.grad_fn is None or tensor._is_view() else reachable_nodes(tensor.grad_fn, EVERY_BLOCK)
         if any(map(gate_of, nodes)):

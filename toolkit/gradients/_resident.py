@@ -1,4 +1,4 @@
-"""The memory that recorded regions take, and the bound beyond which none is recorded."""
+"""The memory that recorded regions take, and the bound beyond which regions are no longer recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RegionMemory:
         self.enter()
 
     def enter(self) -> None:
-        """Measure at the beginning of a region that is in no other one."""
+        """Measure at the beginning of an outermost region."""
         for where, size in _sizes().items():
             self._meter(where, size).last = size
 
@@ -66,7 +66,7 @@ class RegionMemory:
         return ""
 
     def excuse(self) -> None:
-        """Allow further regions half as much as the last ones, which are no longer recorded."""
+        """Halve the memory that further regions may take, because the last regions took too much."""
         for meter in self._meters.values():
             if meter.most > meter.bound:
                 meter.allowance /= 2
@@ -93,8 +93,8 @@ class _Meter:
     """A size that is measured in bytes.
 
     Attributes:
-        start: The first one.
-        last: The last one.
+        start: The first size.
+        last: The last size.
         bound: The most that recorded regions may take.
         allowance: The part of it that the present regions may take.
         grown: The growth inside of regions.

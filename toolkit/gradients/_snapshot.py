@@ -144,7 +144,7 @@ class Snapshot:
 
 @dataclass
 class _Moved:
-    """The changes by a run: whether it changed the values of tensors that existed before."""
+    """Whether a run changed the values of tensors that existed before."""
 
     values: bool = False
 
@@ -153,7 +153,7 @@ class _Moved:
 class Kept:
     """The state of a leaf at one time: its memory, its values, and autograd's count of their changes.
 
-    Of data there is no copy of the values: a program that writes into them is refused.
+    The values of data are not copied: a program that writes into its data is refused.
     """
 
     leaf: Tensor

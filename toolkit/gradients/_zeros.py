@@ -1,6 +1,6 @@
 """Zeros that take no memory, which forward-mode derivatives make: torch crashes on them under a dispatch mode.
 
-`aten.mul.Scalar` of such a tensor calls itself there without an end (torch 2.13, 2.14).
+Under a dispatch mode `aten.mul.Scalar` of such a tensor calls itself without end (torch 2.13, 2.14).
 """
 
 from __future__ import annotations

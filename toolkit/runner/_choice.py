@@ -20,9 +20,9 @@ def chosen_configs(paths: Sequence[Path], overrides: Sequence[str], sweeps: Sequ
     """Return each config with each combination of swept values.
 
     Args:
-        paths: Files, folders of them, or names of configs in the folder `configs`, here or bundled. Where there is
-            nothing at a path, it is one of the bundled files.
-        overrides: ``key=value`` each.
+        paths: Files, folders of them, or names of configs in the folder `configs`, here or bundled. A path that does
+            not exist here is looked for among the bundled files.
+        overrides: A ``key=value`` for each value that replaces one of the file.
         sweeps: ``key=value,value,...`` each.
 
     Raises:

@@ -205,7 +205,7 @@ class _Gradients:
 
 
 def _check_repeats(rehearsal: Training, training: Training, rounding: float) -> None:
-    """Raise unless two blocked runs of a seed begin alike: a draw without its seed would pass for an effect."""
+    """Raise unless two blocked runs of a seed begin alike: a draw without the seed would pass for an effect."""
     pairs = [
         ("loss", step, *losses) for step, losses in enumerate(zip(rehearsal.losses, training.losses, strict=False))
     ]
@@ -219,7 +219,7 @@ def _check_repeats(rehearsal: Training, training: Training, rounding: float) -> 
 
 
 def _check_names(run: Run, training: Training) -> None:
-    """Raise if an event or the plane names a metric that is not there; a sweep has none after a run that broke off."""
+    """Raise if an event or the plane names an unknown metric; a sweep has no metrics after a run that broke off."""
     known = {*training.metrics, *(training.sweep or ())}
     named = [("plane", name) for name in run.plane or ()]
     if run.sweep is None or training.sweep is not None:
@@ -241,7 +241,7 @@ def _check_first_losses(trained: Mapping[Variant, Training], rounding: float) ->
 
 
 def times_of(loaded: LoadedConfig, seed: int) -> dict[str, Any]:
-    """Return the part of the record that is measured. Nothing else should run beside it.
+    """Return the times of the record. No other process should run meanwhile.
 
     Returns:
         ``"variants"``: for each variant the seconds of a step, and the times of the sweep. ``"methods"``: name of
@@ -289,7 +289,7 @@ def _synchronize(run: Run) -> None:
 
 
 def _target(target: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the target, checked: one of another shape would be broadcast, and its distance would mean nothing."""
+    """Return the target, checked: a target of another shape would be broadcast, and its distance would mean nothing."""
     expected = {name: tuple(gradient[name].shape) for name in sorted(gradient)}
     found: object = type(target).__name__
     if isinstance(target, Mapping):

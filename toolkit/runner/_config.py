@@ -45,11 +45,12 @@ class Claim(BaseModel):
     """The numbers that a config expects of its records with some blocks open. The report and a test check them.
 
     Attributes:
-        verdict: Kind of the verdict in every seed.
+        verdict: The kind of the verdict, the same in every seed: ``"partial"``, ``"redundant"``, ...
         training: Effect of the block on the final objective, by the report's rule.
         gain: Ends of an interval for the typical improvement by the block, in the units of the objective.
         angle: Ends of an interval for the angle between both first gradients, in degrees; the median of the seeds.
-        ratio: Ends of an interval for the length of the open gradient over the blocked one, likewise.
+        ratio: Ends of an interval for the length of the open gradient over that of the blocked one; the median of the
+            seeds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -81,8 +82,8 @@ class ExperimentConfig(BaseModel):
         evaluate_every: Steps between two evaluations of the metrics. The first and last step are always evaluated.
         expect: Variant -> the numbers that the finding claims, as tables ``[expect."em.responsibilities"]``. A claim
             on the training needs at least five seeds.
-        references: Source -> published value of the objective, drawn as a line for comparison.
-        seconds: Rough time of a seed. Of the seeds without records, those of the longest time run first.
+        references: Source -> published value of the objective, which the report draws as a line.
+        seconds: Rough time of a seed. Seeds without records run in the order of this time, the longest first.
         learning_rate: Step size of the optimiser.
         dtype: Floating-point type of data and parameters.
         device: The torch device of the run.

@@ -50,7 +50,7 @@ class Event:
         says: The event as a clause: ``"a component died"``.
         metric: The name of a metric of `Run.evaluate` or of `Run.sweep`, taken after training.
         below: The event happened if the metric is less than this.
-        above: The event happened if the metric is more than this. Exactly one of the two limits is given.
+        above: The event happened if the metric is more than this. Give exactly one of the two limits.
 
     Raises:
         ValueError: If both limits are given, or neither, or if a limit is not a finite number.
@@ -69,7 +69,7 @@ class Event:
         _numbers_of(self, "below", "above")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the event as plain JSON."""
         return dataclasses.asdict(self)
 
 

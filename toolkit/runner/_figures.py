@@ -131,7 +131,7 @@ class Path:
 
 
 def draw_arrows(panels: Sequence[tuple[str, Sequence[Arrow]]]) -> str:
-    """Draw the gradients as arrows, one panel a moment of training; the blocked one points right with length 1.
+    """Draw the gradients as arrows, a panel for each moment of training; the blocked one points right, with length 1.
 
     The plane of two vectors is exact; with several open gradients each is turned into the same plane, so that angles
     to the blocked gradient are right and angles among the others are not.
@@ -182,7 +182,7 @@ def draw_methods(title: str, label: str, bands: Sequence[Band], levels: Sequence
 
 
 def draw_bars(panels: Sequence[tuple[str, Sequence[Bar]]]) -> str:
-    """Draw cost bars, one panel a quantity."""
+    """Draw bars of costs, a panel for each quantity."""
     drawn = []
     for title, bars in panels:
         across = Scale(0, max(bar.value for bar in bars) or 1, 8, WIDTH - 80)
@@ -197,7 +197,7 @@ def draw_bars(panels: Sequence[tuple[str, Sequence[Bar]]]) -> str:
 
 
 def draw_strips(panels: Sequence[tuple[str, Sequence[Strip], float | None]]) -> str:
-    """Draw the end of every seed: a dot per seed, a bar at the median, and a dotted line at a value of interest."""
+    """Draw the final values: a dot per seed, a bar at the median, and a dotted line at a reference value."""
     drawn = [panel(title, _strips(title, strips, value)) for title, strips, value in panels]
     return _figure(drawn, [Key(strip.label, strip.colour) for _, strips, _ in panels for strip in strips])
 
@@ -411,7 +411,7 @@ _Middle = Callable[[Sequence[float]], float]
 def _columns(
     label: str, steps: Sequence[float], bands: Sequence[Band], across: Scale, up: Scale, middle: _Middle
 ) -> str:
-    """Return an invisible column for each step, which tells all values there."""
+    """Return an invisible column for each step, which shows all values of this step on hover."""
     places = [across.place(step) for step in steps]
     cuts = [across.start, *((left + right) / 2 for left, right in itertools.pairwise(places)), across.end]
     parts, found = "", [(band.label, dict(band.known)) for band in bands]
