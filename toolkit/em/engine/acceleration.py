@@ -65,7 +65,7 @@ class Climb(Generic[P]):
         parameters: The highest point found.
         log_likelihood: The log-likelihood at `parameters`, nats per sample.
         converged: Whether the fit ended because the remaining gain was too small.
-        n_iter: Evaluations of the EM map after the one at the start. Jumps that were not taken count too.
+        n_iter: Evaluations of the EM map after the one at the start. Jumps that were not taken are counted too.
         history: The log-likelihood at the start and at each point that was taken; it never falls.
     """
 
@@ -149,7 +149,7 @@ def climb(
         rounding: Difference of two log-likelihoods, in units of 1 nat and their size, below which they count as equal:
             more than its default if the log-likelihood is computed in float32.
         error: Takes parameters to the rounding error of their log-likelihood, nats per sample, where it may exceed
-            `rounding`. A smaller fall counts as none.
+            `rounding`. A smaller fall does not count.
         callback: Called after each evaluation with the number of evaluations after the start, and the log-likelihood,
             which is lower than before for a jump that is not taken.
 
@@ -435,13 +435,13 @@ def _has_gained_little(gained: Sequence[float], count: int, most: float) -> bool
 def across(step: Callable[[], float], value: float, above: float, least: float, limit: int) -> bool:
     """Take plain steps from a point that lies lower than one before, and say whether they lead higher.
 
-    They end where they do, where the value settles, and where a step fails.
+    They end at the first higher value, where the value settles, or where a step fails.
 
     Args:
         step: Takes a plain step, and returns the value at its end, NaN if it fails.
         value: The value before the first step.
         above: The value to exceed.
-        least: The change of the value in eight steps that counts as one.
+        least: The smallest change of the value in eight steps that counts as a change.
         limit: The most steps.
     """
     values = [value]

@@ -179,7 +179,7 @@ class GaussianEngine:
     def climb_side_by_side(
         self, points: Sequence[tuple[GaussianParameters, int]], options: ClimbOptions
     ) -> list[Fit | None]:
-        """Fit from several points at once, if the data are so few that calls dominate a step, and nobody listens.
+        """Fit from several points at once, if the data are so few that calls dominate a step, without callback.
 
         Each fit is that of `climb`, up to rounding: an EM step of all is one call.
 

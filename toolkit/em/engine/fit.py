@@ -74,9 +74,9 @@ def fit(
         sample_weight: (N,), not negative: how often each sample counts. None: once.
         tol: Bound of convergence, in nats per sample: see `climb`. 0 takes all `max_iter` plain steps.
         max_iter: The most EM steps. 0 returns the start.
-        n_init: Number of starts. The result is the highest fit without a degenerate component, that is, one less than
-            3 % as wide in some direction as the components are on average. With ``accelerate="none"`` all starts share
-            one pass over the data for each step.
+        n_init: Number of starts. The result is the highest fit without a degenerate component. A component is
+            degenerate if it is less than 3 % as wide in some direction as the components are on average. With
+            ``accelerate="none"`` all starts share one pass over the data for each step.
         n_init_keep: None: each start is iterated to its end. Otherwise all starts share one pass over the data for each
             step, until each gains less than 1e-4, or for 100 steps; only so many of the highest go on. That is faster,
             and may drop the start that would have ended highest. The history begins where the starts were compared.

@@ -6,7 +6,7 @@ r"""The closed-form EM step as one pass over the data, with bounded memory.
   statistics: :math:`A = \Theta \phi`, :math:`S = R \phi^\top`. Both steps are one matrix product each, of half the work
   because each symmetric product is taken once. Tied covariances need only :math:`(x_i, 1)`: the quadratic term is the
   same for all components, and its sum is known beforehand.
-- **One pass.** A chunk that fits the cache is expanded, weighed, and added up; nothing of size N x K is ever stored.
+- **One pass.** A chunk that fits the cache is expanded, weighted, and added up; nothing of size N x K is ever stored.
   Quadratic features that do not fit are written in groups, twice, which is cheaper than to read them back.
 - **Components first.** Sums over components run along the long dimension of memory.
 - **No maximum.** A log-joint is at most the component's constant. So exponentials are taken at a fixed shift; only if

@@ -1,7 +1,8 @@
-r"""Climbs of many fits in step, for data so small that the overhead of calls dominates a step of one fit.
+r"""Many fits side by side, for data so small that the overhead of calls dominates a step of one fit.
 
 `climb_together` is `toolkit.em.engine.acceleration.climb` for rows of coordinates: the same jumps, the same tests of
-jumps, and the same ends. One call of the EM map evaluates one point of every fit. A row leaves when its fit ends.
+jumps, and the same stopping rules. One call of the EM map evaluates one point of every fit. A row leaves when its fit
+ends.
 
 B fits, P coordinates, M points remembered.
 """
@@ -39,7 +40,7 @@ class Climbs:
     Attributes:
         positions: (B, P): the highest points found.
         converged: (B,).
-        failed: (B,): whether an EM step of the fit failed. Such a row has no other meaning.
+        failed: (B,): whether an EM step of the fit failed. The other values of such a row are meaningless.
         n_iter: (B,).
         histories: The log-likelihood at the start of each fit and at each point that was taken.
     """

@@ -126,7 +126,7 @@ def plan(
         block: Steps of a block; longer sequences are cut. 0: no sequence is cut. None: the length that is estimated to
             be fastest.
         only: The sequences to include. None: all.
-        rate: Multiply-adds a second of small matrices.
+        rate: Multiply-adds per second of small matrices.
     """
     starts = [0, *itertools.accumulate(lengths)]
     chosen = sorted(range(len(lengths)) if only is None else only, key=lambda s: -lengths[s])

@@ -53,7 +53,7 @@ class FusedTrainer:
         steps: k, the number of Gibbs steps.
         chains: (M, H), hidden states at which persistent chains start, zeros for example; (T, M, H) with
             `inverse_temperatures`, or (M, H) for all temperatures; copied. None: the chains start at the data.
-        inverse_temperatures: (T,), :math:`\beta`, increasing, the last one 1; evenly spaced from 0, say. See
+        inverse_temperatures: (T,), :math:`\beta`, increasing, the last one 1; for example evenly spaced from 0. See
             `toolkit.rbm.Joint.annealed`.
         reference: (V,), visible biases of the machine at :math:`\beta = 0`. None: 0, or those of a Gaussian machine.
         fast_rate: The learning rate of the fast weights, which lose a twentieth at every update. None: no fast weights.

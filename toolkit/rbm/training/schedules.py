@@ -20,7 +20,7 @@ def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
     .. math::
         \eta(t) = \eta_0 \min\Bigl(1, \frac{1 - t}{1 - t_0}\Bigr)
 
-    Persistent chains reach the model's distribution only if the machine comes to rest.
+    Persistent chains reach the distribution of the model only if the parameters stop changing.
 
     Args:
         initial: :math:`\eta_0`, positive.
