@@ -222,7 +222,7 @@ def test_large_data_listeners_and_priors_leave_fits_to_themselves():
     listened = dataclasses.replace(options, callback=lambda *_: None)
     assert engine.climb_side_by_side(points, listened) == [None, None]
     assert engine.climb_side_by_side(points[:1], options) == [None]
-    large = dataclasses.replace(engine, data=prepare(x.repeat(9, 1), "full", 3))
+    large = dataclasses.replace(engine, prepared=prepare(x.repeat(9, 1), "full", 3))
     assert large.climb_side_by_side(points, options) == [None, None]
     assert dataclasses.replace(engine, prior=object()).climb_side_by_side(points, options) == [None, None]
 

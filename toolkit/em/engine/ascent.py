@@ -82,20 +82,20 @@ class GaussianEngine:
     have the same scale.
     """
 
-    data: Prepared
+    prepared: Prepared
     reg_covar: float
     prior: GaussianPrior | None
 
     @no_graph()
     def climb(self, start: GaussianParameters, options: ClimbOptions) -> Fit:
         """Return the highest point found, float64."""
-        data, prior, structure = self.data, self.prior, structure_of(start.covariance_type)
+        data, prior, structure = self.prepared, self.prior, structure_of(start.covariance_type)
         ridge = data.ridge(self.reg_covar)
         swallowed = _swallows(ridge)
         if prior is None and _is_for_newton(data, structure, start.n_components, options):
             data = gathered(data)
         if prior is None and not swallowed and is_small(data, structure, start.n_components):
-            return dataclasses.replace(self, data=data)._climb_small(start, options)
+            return dataclasses.replace(self, prepared=data)._climb_small(start, options)
         kind, pass_data, log_volume = start.covariance_type, data.as_samples(), data.log_volume
 
         def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
@@ -122,7 +122,7 @@ class GaussianEngine:
 
     def _climb_small(self, start: GaussianParameters, options: ClimbOptions) -> Fit:
         """Fit from one start on data for which NumPy is the faster."""
-        data, small = self.data, self._small(start)
+        data, small = self.prepared, self._small(start)
         log_volume, unscale, structure = data.log_volume, _unscale(data), small.structure
         origin = SmallMixture.of(_framed(start.to(torch.float64), data))
 
@@ -193,11 +193,11 @@ class GaussianEngine:
         """
         starts = [start for start, _ in points]
         structure, k = structure_of(starts[0].covariance_type), starts[0].n_components
-        listened, each = options.callback is not None, k * self.data.n_samples
-        swallowed = _swallows(self.data.ridge(self.reg_covar))
+        listened, each = options.callback is not None, k * self.prepared.n_samples
+        swallowed = _swallows(self.prepared.ridge(self.reg_covar))
         if len(starts) == 1 or self.prior is not None or listened or each > _FEW or swallowed:
             return [None] * len(starts)
-        if not is_small(self.data, structure, k) or _is_for_newton(self.data, structure, k, options):
+        if not is_small(self.prepared, structure, k) or _is_for_newton(self.prepared, structure, k, options):
             return [None] * len(starts)
         limits, small = np.array([options.max_iter - n_iter for _, n_iter in points]), self._small(starts[0])
         found: list[Fit | None] = []
@@ -210,7 +210,7 @@ class GaussianEngine:
         self, starts: Sequence[GaussianParameters], small: SmallData, options: ClimbOptions, limits: Any
     ) -> list[Fit | None]:
         """Return the fit from each start, or None where a covariance becomes singular."""
-        data, structure, unscale = self.data, small.structure, _unscale(self.data)
+        data, structure, unscale = self.prepared, small.structure, _unscale(self.prepared)
         framed = SmallMixture.stack([SmallMixture.of(_framed(first.to(torch.float64), data)) for first in starts])
 
         def em(_: object, positions: Any) -> tuple[Any, Any, Any]:
@@ -252,18 +252,18 @@ class GaussianEngine:
         """
 
         def are_sound(mixtures: Mixtures) -> list[bool]:
-            reached = (mixtures.one(i, self.data) for i in range(len(mixtures.means)))
+            reached = (mixtures.one(i, self.prepared) for i in range(len(mixtures.means)))
             return [not collapsed_components(mixture, self.reg_covar) for mixture in reached]
 
-        found = heats(starts, self.data, options, are_sound=are_sound, keep=keep, reg_covar=self.reg_covar)
+        found = heats(starts, self.prepared, options, are_sound=are_sound, keep=keep, reg_covar=self.reg_covar)
         if not found or options.accelerate == "none":
             return [(heat.start, 0) for heat in found] or [(start, 0) for start in starts]
         return [(heat.reached.parameters, heat.reached.n_iter) for heat in found]
 
     def _small(self, start: GaussianParameters) -> SmallData:
         """Return the data, and the EM map of mixtures of this structure and size, by NumPy."""
-        structure, ridge = structure_of(start.covariance_type), self.data.ridge(self.reg_covar)
-        return SmallData(self.data.as_samples(), structure, start.n_components, ridge)
+        structure, ridge = structure_of(start.covariance_type), self.prepared.ridge(self.reg_covar)
+        return SmallData(self.prepared.as_samples(), structure, start.n_components, ridge)
 
 
 def _is_for_newton(data: Prepared, structure: Structure, n_components: int, options: ClimbOptions) -> bool:

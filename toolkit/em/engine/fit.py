@@ -176,7 +176,9 @@ def _best_of(
     plain = options.accelerate == "none"
     found = []
     if engine.prior is None and (plain or keep is not None):
-        found = heats(starts, engine.data, options, are_sound=_are_sound, keep=keep or 1, reg_covar=engine.reg_covar)
+        found = heats(
+            starts, engine.prepared, options, are_sound=_are_sound, keep=keep or 1, reg_covar=engine.reg_covar
+        )
     climbs: list[Fit] = []
     for heat in (one.reached for one in found):
         singular = math.isinf(heat.log_likelihood)
@@ -193,7 +195,7 @@ def _best_of(
             f"`covariances` should be positive definite. Found a singular one after each of {len(starts)} starts. More "
             "regularisation (`reg_covar`), fewer components or a more restricted `covariance_type` help."
         )
-    return _best(climbs, engine.data)
+    return _best(climbs, engine.prepared)
 
 
 def _best(climbs: list[Fit], data: Prepared) -> Fit:

@@ -268,7 +268,7 @@ class GaussianMixture(OnlineMixture):
             fits, n_singular = self._climb(engine, starts, progress)
         best = self._best(fits, data.sampled.dtype)
         if isinstance(engine, GaussianEngine) and engine.prior is None:
-            check_resolved(best, data.rows, engine.data)
+            check_resolved(best, data.rows, engine.prepared)
         self._set(best, data.form)
         self._n_fitted = data.n_samples
         if hasattr(self, "_online"):

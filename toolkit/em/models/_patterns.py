@@ -267,7 +267,7 @@ def maximise(before: GaussianParameters, moments: Moments, reg_covar: float, pri
 class MissingEngine:
     """EM of the four types on one data set, which is arranged once."""
 
-    data: Incomplete
+    incomplete: Incomplete
     reg_covar: float
     prior: Prior | None
 
@@ -289,7 +289,7 @@ class MissingEngine:
         structure = structure_of(start.covariance_type)
 
         def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
-            after, value = em_step(parameters, self.data, self.reg_covar, self.prior)
+            after, value = em_step(parameters, self.incomplete, self.reg_covar, self.prior)
             return after, float(value) + self.log_prior(parameters)
 
         def check(there: GaussianParameters) -> None:
@@ -299,7 +299,7 @@ class MissingEngine:
 
     def log_prior(self, parameters: GaussianParameters) -> float:
         """Return the log-density of the prior over the sum of weights; 0 without a prior."""
-        return 0.0 if self.prior is None else float(self.prior.log_density(parameters) / self.data.total_weight)
+        return 0.0 if self.prior is None else float(self.prior.log_density(parameters) / self.incomplete.total_weight)
 
 
 def check_incomplete(x: Tensor, sample_weight: Tensor | None) -> None:
