@@ -193,12 +193,14 @@ class GaussianEngine:
         """
         starts = [start for start, _ in points]
         structure, k = structure_of(starts[0].covariance_type), starts[0].n_components
-        listened, each = options.callback is not None, k * self.prepared.n_samples
-        swallowed = _swallows(self.prepared.ridge(self.reg_covar))
-        if len(starts) == 1 or self.prior is not None or listened or each > _FEW or swallowed:
-            return [None] * len(starts)
-        if not is_small(self.prepared, structure, k) or _is_for_newton(self.prepared, structure, k, options):
-            return [None] * len(starts)
+        data, each = self.prepared, k * self.prepared.n_samples
+        alone: list[Fit | None] = [None] * len(starts)
+        if len(starts) == 1 or self.prior is not None or options.callback is not None or each > _FEW:
+            return alone
+        if not is_small(data, structure, k) or _is_for_newton(data, structure, k, options):
+            return alone
+        if _swallows(data.ridge(self.reg_covar)):
+            return alone
         limits, small = np.array([options.max_iter - n_iter for _, n_iter in points]), self._small(starts[0])
         found: list[Fit | None] = []
         count = max(1, _FEW_OF_ALL // each)
