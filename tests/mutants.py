@@ -431,6 +431,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_adversarial_certificates_smoothing",
         ),
         ("margins.append(", "margins.append(-", "test_adversarial_linear"),
+        ("with all_kept():", "with reentrant_kept():", "test_adversarial_everybodys_models"),
+        ("all_kept() if torch.is_grad_enabled() else", "", "test_adversarial_everybodys_models"),
         ("(hurts < 0), -helps * hurts", "(hurts < 0), helps * hurts", "test_adversarial_sparse"),
         ("= gradient + correction, nearby", "= gradient, nearby", "test_adversarial_transfer"),
         (".logsumexp(0) - math.log(self.samples)", ".logsumexp(0)", "test_adversarial_suitability"),
