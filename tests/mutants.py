@@ -176,6 +176,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_softmax",
         ),
         ("(total if shift is None else shift + total)", "total", "test_softmax"),
+        (
+            "losses.neg().exp() - 1, losses.neg().expm1()",
+            "losses.neg().expm1(), losses.neg().expm1()",
+            "test_softmax_accuracy",
+        ),
         ("slope = cotangent * margin.sigmoid()", "slope = cotangent * margin.tanh()", "test_softmax_linear"),
         (
             "shift.sub_(larger).exp_()).add_(e.sum(1))",

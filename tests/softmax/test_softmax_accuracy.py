@@ -203,3 +203,25 @@ def test_forward_mode_keeps_small_components(name):
 )
 def test_hard_sums_have_the_logarithm_of_scipy(row, expected):
     assert logsumexp(torch.tensor(row, dtype=torch.float64)).item() == pytest.approx(expected, rel=LAST_BITS, abs=0)
+
+
+@pytest.mark.parametrize("way", ["double backward", "forward over reverse", "reverse over forward"])
+@pytest.mark.parametrize("label", [0, 1, 2])
+def test_the_curvature_of_cross_entropy_keeps_an_improbable_label(way, label):
+    # H v has the components y_i sum_j y_j (v_i - v_j), whatever the label.
+    x = torch.tensor([3.0, -51.0, 0.5], dtype=torch.float64)
+    v = torch.tensor([0.7, -1.3, 0.4], dtype=torch.float64)
+    with mpmath.workdps(50):
+        exactly, _ = truth("softmax", x.tolist(), v.tolist(), label)
+
+    def loss(x: Tensor) -> Tensor:
+        return cross_entropy(x, torch.tensor(label))
+
+    if way == "double backward":
+        found = torch.autograd.functional.hvp(loss, x, v)[1]
+    elif way == "forward over reverse":
+        found = torch.func.jvp(torch.func.grad(loss), (x,), (v,))[1]
+    else:
+        found = torch.func.grad(lambda x: torch.func.jvp(loss, (x,), (v,))[1])(x)
+    # 54 nats between the logits, and some operations.
+    assert found.tolist() == pytest.approx([float(value) for value in exactly], rel=(54 + 40) * 2.0**-53, abs=0)

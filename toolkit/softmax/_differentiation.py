@@ -8,6 +8,7 @@ The classes whose names end in ``InGraph`` are for a compiler, which does not ta
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -232,10 +233,11 @@ class _CrossEntropyInGraph(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
         x, labels, losses = ctx.saved_tensors
-        at_label = losses.neg().expm1() * cotangent
         if _is_differentiated_again():
+            at_label = _probability_minus_one(losses) * cotangent
             gradient = (softmax_of_rows(x, ctx.dim) * cotangent).scatter(ctx.dim, labels, at_label)
         else:
+            at_label = losses.neg().expm1() * cotangent
             gradient = scaled_probabilities(wide(x), cotangent, ctx.dim).scatter_(ctx.dim, labels, at_label)
         return gradient.to(x.dtype), None, None
 
@@ -248,8 +250,13 @@ class _CrossEntropy(_CrossEntropyInGraph):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         x, labels, losses = ctx.saved_tensors
-        slopes = softmax_of_rows(x, ctx.dim).scatter(ctx.dim, labels, losses.neg().expm1())
+        slopes = softmax_of_rows(x, ctx.dim).scatter(ctx.dim, labels, _probability_minus_one(losses))
         return (slopes * wide(tangent)).sum(ctx.dim, keepdim=True)
+
+
+def _probability_minus_one(losses: Tensor) -> Tensor:
+    """Return :math:`e^{-loss} - 1`. The derivative of `expm1`, result + 1, cancels where the probability is small."""
+    return torch.where(losses > math.log(2), losses.neg().exp() - 1, losses.neg().expm1())
 
 
 def _keep(ctx: Any, *tensors: Tensor) -> None:
