@@ -29,6 +29,7 @@ every_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.fixture
 def of_size(size, monkeypatch):
     """Small inputs take the paths of small or of large ones."""
+    monkeypatch.setattr(_kernels, "_SHORT", SIZES[size])
     monkeypatch.setattr(_kernels, "_SMALL", SIZES[size])
 
 

@@ -26,6 +26,7 @@ from toolkit.softmax._kernels import (
     log_probabilities,
     log_softmax_product,
     log_softmax_product_in_plain_operations,
+    log_sum_exp,
     maximum_and_log_sum,
     probabilities,
     scaled_probabilities,
@@ -187,8 +188,7 @@ class _LogSumExpInGraph(Function):
 
     @staticmethod
     def forward(x: Tensor, dim: int) -> Tensor:
-        peak, log_sum = maximum_and_log_sum(wide(x), dim)
-        return peak + log_sum
+        return log_sum_exp(wide(x), dim)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:

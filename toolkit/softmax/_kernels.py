@@ -23,10 +23,13 @@ from toolkit._tensors import bounded, is_dense
 # cache that is nearer, but the calls for each of them take longer than that saves.
 _LONG = 1 << 16
 _PIECE = 1 << 18
-# Elements of a small input, whose time is that of the calls.
+# Elements of an input for which kernels of torch may answer at once, and of one whose time is that of the calls.
+_SHORT = _LONG
 _SMALL = 1 << 12
 # Up to this probability y the fused kernel of log-softmax and its derivative lose at most 1 / (1 - y) = 16 roundoffs.
 _SURE = math.log(15 / 16)
+# From this sum of shifted exponentials on, its logarithm loses at most as much.
+_SEVERAL = 16 / 15
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FULL = (torch.float32, torch.float64)
 # Classes up to which any pivot is good enough.
@@ -128,8 +131,8 @@ def maximum_and_log_sum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         return total, total.log()
     if is_compiling():
         return torch.zeros_like(x.sum(dim, keepdim=True)), log_sum_in_plain_operations(x, dim)
-    peak = x.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)]) if x.dim() else x
     if _in_pieces(x, dim):
+        peak = x.new_empty(*x.shape[:-1], 1)
         log_sum = torch.empty_like(peak)
         room = _room(x)
         for part, top, total in _pieces(dim, x, peak, log_sum):
@@ -141,6 +144,24 @@ def maximum_and_log_sum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     limits = torch.finfo(x.dtype)
     # An infinite or undefined maximum is its row's log-sum-exp.
     return peak.clamp(limits.min, limits.max), torch.where(peak.isfinite(), log_sum, peak)
+
+
+def log_sum_exp(x: Tensor, dim: int) -> Tensor:
+    """Return the log-sum-exp (*, 1) of inputs, shifted or not, in the fewest calls if there are few inputs.
+
+    A row's bits do not depend on other rows: each row with a sum of `_SEVERAL` or more has the logarithm of that sum.
+    """
+    if is_small(x):
+        peak = x.amax(dim, keepdim=True)
+        e = (x - peak).exp_()
+        total = e.sum(dim, keepdim=True)
+        if total.amin().item() >= _SEVERAL:  # and no infinite maximum, which would make its row NaN
+            return total.log_().add_(peak)
+        # Only the exponential of the one maximum is an integer, and an integer has no fraction.
+        log_sum = torch.where(total >= _SEVERAL, total.log(), e.frac_().sum(dim, keepdim=True).log1p_())
+        return torch.where(peak.isfinite(), log_sum.add_(peak), peak)
+    peak, log_sum = maximum_and_log_sum(x, dim)
+    return peak + log_sum
 
 
 def _log_sum(y: Tensor) -> Tensor:
@@ -294,8 +315,8 @@ def _may_look(x: Tensor) -> bool:
 
 
 def is_small(x: Tensor) -> bool:
-    """Return whether `x` is so small that calls take the time, in no half precision, and values may be read."""
-    return is_dense(x) and 0 < x.numel() <= _SMALL and x.dim() > 0 and x.dtype in _FULL and _may_look(x)
+    """Return whether `x` is too short for pieces, in no half precision, and its values may be read."""
+    return is_dense(x) and 0 < x.numel() <= _SHORT and x.dim() > 0 and x.dtype in _FULL and _may_look(x)
 
 
 def _in_pieces(x: Tensor, dim: int) -> bool:

@@ -223,6 +223,10 @@ def logsumexp(
         >>> logsumexp(torch.tensor([1.0, 2.0]), b=torch.tensor([1.0, -1.0]), return_sign=True)
         (tensor(1.5413), tensor(-1.))
     """
+    if where is b is None and not return_sign and type(dim) is int and _is_short(input):
+        _checked(input, "input", dim, _SEVERAL)
+        result = log_sum_exp_of_rows(input, dim)
+        return result if keepdim else result.squeeze(dim)
     if where is not None:
         input = _left_out(input, where, "input")
     _checked(input, "input")
