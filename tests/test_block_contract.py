@@ -15,6 +15,7 @@ from types import CodeType, FunctionType, ModuleType
 import pytest
 import torch
 from contract import BlockCase, block_cases, finite_differences, relative_error
+from each import each
 
 import experiments
 import toolkit
@@ -81,7 +82,7 @@ CHECKS: list[Callable[[BlockCase], None]] = [
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@each("case", CASES, ids=lambda case: case.id)
 def test_block(case: BlockCase, check: Callable[[BlockCase], None]) -> None:
     check(case)
 

@@ -9,6 +9,7 @@ import calls
 import numpy as np
 import pytest
 import torch
+from each import each
 
 from toolkit._checks import broadcasts, choice, integer, number
 
@@ -61,7 +62,7 @@ def test_every_public_function_with_a_number_has_a_call() -> None:
     assert set(NUMBERS) - set(calls.CALLS) == set()
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@each("name", NUMBERS)
 def test_numbers_of_numpy_and_torch_are_taken(name: str) -> None:
     for argument, kinds in NUMBERS[name].items():
         value = calls.given(name, argument)
@@ -70,7 +71,7 @@ def test_numbers_of_numpy_and_torch_are_taken(name: str) -> None:
             calls.CALLS[name](**{argument: same})
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@each("name", NUMBERS)
 def test_all_else_is_refused(name: str) -> None:
     for argument, kinds in NUMBERS[name].items():
         a_fraction = [2.5] if "int" in kinds else []
@@ -81,7 +82,7 @@ def test_all_else_is_refused(name: str) -> None:
                     calls.CALLS[name](**{argument: value})
 
 
-@pytest.mark.parametrize("name", TENSORS)
+@each("name", TENSORS)
 def test_all_but_tensors_is_refused(name: str) -> None:
     for argument in TENSORS[name]:
         for value in (None, "2", [1.0, 2.0], 0.5, np.ones(2)):
@@ -89,7 +90,7 @@ def test_all_but_tensors_is_refused(name: str) -> None:
                 calls.CALLS[name](**{argument: value})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_all_but_models_is_refused(name: str) -> None:
     for argument in set(MODELS[name]) & set(calls.CALLS[name].arguments):
         for value in (None, "2", [1.0, 2.0], 0.5, torch.ones(2)):

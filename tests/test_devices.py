@@ -9,6 +9,7 @@ import calls
 import pytest
 import torch
 from accelerator import ACCELERATOR
+from each import each
 from torch.utils._pytree import tree_leaves
 
 # Their calls make tensors or modules of their own, on the default device.
@@ -27,7 +28,7 @@ MAKERS = {
 }
 
 pytestmark = pytest.mark.gpu
-each_call = pytest.mark.parametrize("name", [name for name in calls.CALLS if name not in MAKERS])
+every_call = each("name", [name for name in calls.CALLS if name not in MAKERS])
 
 
 @functools.cache
@@ -52,14 +53,14 @@ def _devices(result):
     return {leaf.device.type for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
 
 
-@each_call
+@every_call
 def test_what_is_on_an_accelerator_stays_there(name):
     there = _calls_there()
     with mock.patch.object(there, "_generator", functools.partial(_seeded, ACCELERATOR)):
         assert _devices(there.CALLS[name]()) <= {ACCELERATOR}
 
 
-@each_call
+@every_call
 def test_what_is_on_the_cpu_stays_there(name):
     with torch.device(ACCELERATOR), mock.patch.object(calls, "_generator", functools.partial(_seeded, "cpu")):
         assert _devices(calls.CALLS[name]()) <= {"cpu"}

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from accelerator import ACCELERATOR
+from each import each
 from torch.utils._pytree import tree_leaves
 
 from toolkit.bilevel import adapt, conjugate_gradient, newton_step, truncated_scan
@@ -235,7 +236,7 @@ def moved_by(eps, generator, tensor):
 
 
 LINES = TABLE.replace("\\\n", "").strip().splitlines()
-EACH = pytest.mark.parametrize("line", [pytest.param(line, id=line.split()[0]) for line in LINES])
+every_line = each("line", LINES, ids=lambda line: line.split()[0])
 
 
 def test_every_function_has_a_call():
@@ -244,7 +245,7 @@ def test_every_function_has_a_call():
     assert functions == {line.split()[0].split(".")[1] for line in LINES} | OTHERS
 
 
-@EACH
+@every_line
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_lower_precision_is_off_by_few_roundings(line, dtype):
     """The error is a few roundings of the result, or what relative errors of some eps in the input would cause."""
@@ -275,7 +276,7 @@ def wrong_shapes(tensor):
         yield tensor[..., :1]
 
 
-@EACH
+@every_line
 def test_a_shape_that_does_not_fit_is_refused(line):
     for seed in range(3):
         function, tensors, specs = call(line, seed)
@@ -285,7 +286,7 @@ def test_a_shape_that_does_not_fit_is_refused(line):
                     function(**{**tensors, name: wrong})
 
 
-@EACH
+@every_line
 def test_a_tensor_of_another_kind_is_a_number_or_refused_by_name(line):
     """Integers and flags count as the numbers they are, where they are taken at all; complex numbers never are."""
     for seed in range(3):
@@ -305,7 +306,7 @@ def test_a_tensor_of_another_kind_is_a_number_or_refused_by_name(line):
                     torch.testing.assert_close(found, right, check_dtype=False)
 
 
-@EACH
+@every_line
 def test_indices_out_of_range_are_refused_by_name(line):
     for seed in range(3):
         function, tensors, specs = call(line, seed)
@@ -323,7 +324,7 @@ def test_indices_out_of_range_are_refused_by_name(line):
                     function(**{**tensors, name: indices})
 
 
-@EACH
+@every_line
 def test_dimensions_without_entries_have_an_answer_or_are_refused(line):
     for seed in range(3):
         function, tensors, specs = call(line, seed)
@@ -341,7 +342,7 @@ def test_dimensions_without_entries_have_an_answer_or_are_refused(line):
                     raise
 
 
-@EACH
+@every_line
 def test_strides_change_nothing_and_nothing_is_changed(line):
     for seed in range(3):
         function, tensors, _ = call(line, seed)
@@ -352,7 +353,7 @@ def test_strides_change_nothing_and_nothing_is_changed(line):
         assert all(torch.equal(t, before[key]) for key, t in tensors.items())
 
 
-@EACH
+@every_line
 def test_results_are_made_where_the_tensors_are(line):
     """A program on the meta device reads no value on the host and makes no tensor elsewhere."""
     for seed in range(3):
@@ -364,7 +365,7 @@ def test_results_are_made_where_the_tensors_are(line):
             assert all(t.device.type == "cpu" for t in tree_leaves(function(**tensors)))
 
 
-@EACH
+@every_line
 @pytest.mark.gpu
 def test_an_accelerator_gives_the_same_gradients(line):
     for seed in range(2):
@@ -416,7 +417,7 @@ def test_zero_times_minus_infinity_is_zero(name):
 WITHOUT_NUMBERS = {"q_t_selector", "dist_q_t_selector", "queue", "mask_t"}
 
 
-@EACH
+@every_line
 def test_missing_numbers_are_not_lost(line):
     """A loss that is finite beside a network that has diverged would hide it."""
     for seed in range(3):
@@ -438,7 +439,7 @@ def test_a_state_without_legal_actions_counts_until_the_episode_ends():
     assert found.tolist() == [0, -torch.inf]
 
 
-@EACH
+@every_line
 def test_an_empty_batch_gives_no_nan_but_the_mean_of_nothing(line):
     function, tensors, specs = call(line, 1)
     empty = {key: t[:0] if specs[key].startswith("*", 1) else t for key, t in tensors.items()}

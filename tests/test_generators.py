@@ -11,6 +11,7 @@ from typing import Any
 import calls
 import pytest
 import torch
+from each import each
 from torch import Tensor, nn
 from values import seeded
 
@@ -78,7 +79,7 @@ def test_every_public_function_with_a_generator_has_a_call() -> None:
     assert set(NAMES) - set(calls.CALLS) == set()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_generator_is_drawn_from_and_nothing_global_is(name: str) -> None:
     before = torch.get_rng_state()
     generator = seeded(1)
@@ -88,14 +89,14 @@ def test_a_generator_is_drawn_from_and_nothing_global_is(name: str) -> None:
     assert _same(first, _answer(name, generator=seeded(1)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_all_but_generators_is_refused(name: str) -> None:
     for wrong in ("0", 0.5, [0]):
         with pytest.raises(TypeError, match=r"generator.* be (a torch\.Generator|torch\.Generator|of type Generator)"):
             _answer(name, generator=wrong)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in TRAINED])
+@each("name", [name for name in NAMES if name not in TRAINED])
 def test_none_is_torchs_global_generator(name: str) -> None:
     with torch.random.fork_rng([]):
         torch.manual_seed(1)

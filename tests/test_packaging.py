@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from each import each
 from folders import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -37,7 +38,7 @@ def test_the_packages_are_ours():
     assert Path(experiments.__file__).parent == ROOT / "experiments"
 
 
-@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+@each("requirement", REQUIREMENTS, ids=str)
 def test_a_dependency_has_a_lower_bound_and_a_pin_above_it(requirement):
     assert [bound.operator for bound in requirement.specifier] == [">="]
     assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)])

@@ -14,6 +14,7 @@ import peer_programs
 import pytest
 import torch
 from contract import block_cases, peer_cases
+from each import each
 from folders import TESTS
 from torch import Tensor, nn
 from values import draw
@@ -241,7 +242,7 @@ PEERS = [
     for name in peer_programs.LIBRARIES
 ]
 CASES = [
-    pytest.param(program.__name__, opened, id=f"{program.__name__}-{'+'.join(opened) or 'blocked'}")
+    (program.__name__, opened)
     for program, blocks in peer_programs.PROGRAMS.items()
     for opened in peer_programs.variants(blocks)
 ]
@@ -285,7 +286,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mapping[
 
 
 @pytest.mark.parametrize("peer", PEERS)
-@pytest.mark.parametrize(("name", "opened"), CASES)
+@each(("name", "opened"), CASES)
 def test_a_peer_finds_the_same_value_and_gradient(theirs, peer, name, opened):
     value, gradient = ours(name, opened)
     found = {leaf: theirs(peer)[peer_programs.key(name, "+".join(opened), leaf)] for leaf in ("value", *gradient)}
@@ -299,7 +300,7 @@ def test_a_peer_finds_the_same_value_and_gradient(theirs, peer, name, opened):
 WITHOUT_LEAK = {"self_supervised.hard_label", "softmax.shift"}
 
 
-@pytest.mark.parametrize(("name", "opened"), [case for case in CASES if case.values[1]])
+@each(("name", "opened"), [case for case in CASES if case[1]])
 def test_opening_changes_the_gradient_that_is_compared(name, opened):
     """Or a peer that forgot its `stop_gradient` would agree as well."""
     (_, blocked), (_, leaking) = ours(name, ()), ours(name, opened)

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from each import each
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
@@ -257,7 +258,7 @@ FORMS = {"stop_gradient": lambda f, x: f(x, stop_gradient(x, TARGET)), "stop_rec
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@each("expression", EXPRESSIONS)
 def test_first_derivatives(expression: str, form: str, order: str) -> None:
     f, slope, _ = EXPRESSIONS[expression]
     x = _leaf(0.7)
@@ -538,7 +539,7 @@ def _tensors(tree: object) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
-@pytest.mark.parametrize("tree", TREES)
+@each("tree", TREES)
 def test_trees_keep_their_type_and_structure(tree: str, is_open: bool) -> None:
     input = TREES[tree](_leaf(1.0, 2.0, 3.0), _leaf(0.5, 0.25, 7.0))
     reached = any(tensor.requires_grad for tensor in _tensors(input))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calls import COUNTS, MARKOV, MIXTURE, SAMPLES, STEPS
+from each import each
 
 from toolkit import em
 from toolkit.em import hmm
@@ -41,7 +42,7 @@ CALLS = [
 @pytest.mark.parametrize(
     ("function", "argument", "arguments"), CALLS, ids=[f"{call[0].__name__}-{call[1]}" for call in CALLS]
 )
-@pytest.mark.parametrize("wrong", ["mixture", None, [150], {"a": 3}], ids=["str", "none", "list", "dict"])
+@each("wrong", ["mixture", None, [150], {"a": 3}], ids=["str", "none", "list", "dict"])
 def test_an_argument_of_another_class_is_refused(function, argument, arguments, wrong):
     with pytest.raises(TypeError, match=f"^`{argument}` should be "):
         function(**{**arguments, argument: wrong})
@@ -76,7 +77,7 @@ OPTIONAL = [
 @pytest.mark.parametrize(
     ("function", "argument", "arguments"), OPTIONAL, ids=[f"{call[0].__name__}-{call[1]}" for call in OPTIONAL]
 )
-@pytest.mark.parametrize("wrong", ["x", 3, [150], {"a": 3}], ids=["str", "int", "list", "dict"])
+@each("wrong", ["x", 3, [150], {"a": 3}], ids=["str", "int", "list", "dict"])
 def test_an_optional_argument_of_another_class_is_refused(function, argument, arguments, wrong):
     with pytest.raises(TypeError, match=f"^`{argument}` should be .*Found"):
         function(**arguments, **{argument: wrong})

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerator import ACCELERATOR
 from contract import BlockCase
+from each import each
 from torch import nn
 from values import doubles
 
@@ -445,7 +446,7 @@ def test_every_block_of_the_room_has_a_case():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.id)
+@each("case", BLOCK_CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_gpu_finds_the_same_gradients(case, opened):
     parameters, constants, loss = PEER_CASES[case.id.rpartition(" ")[2]]

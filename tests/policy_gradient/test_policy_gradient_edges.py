@@ -6,6 +6,7 @@ import re
 import mpmath
 import pytest
 import torch
+from each import each
 from test_policy_gradient import ACTIONS, ADVANTAGES, LOGITS, PEER_CASES, RHO, D, Q, R, V
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -78,7 +79,9 @@ def test_rewards_of_numpy_in_double_precision_are_taken(wide):
         "lambda_": doubles(0.5, 0.6, 0.7, 0.8),
     }
     mixed = {name: value if name == wide else value.float() for name, value in arguments.items()}
-    for found, expected in zip(*(pg.vtrace_td_error_and_advantage(**each) for each in (mixed, arguments)), strict=True):
+    for found, expected in zip(
+        *(pg.vtrace_td_error_and_advantage(**given) for given in (mixed, arguments)), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
@@ -171,7 +174,7 @@ def test_smoothed_actions_stay_near_and_inside():
     assert torch.equal(pg.smoothed_actions(actions, noise=0.0), actions)
 
 
-@pytest.mark.parametrize("name", PEER_CASES)
+@each("name", PEER_CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_single_and_half_precision(name, dtype):
     parameters, constants, loss = PEER_CASES[name]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerator import ACCELERATOR
 from contract import BlockCase, finite_differences, relative_error
+from each import each
 from scipy.special import entr, expit
 from torch import Tensor, nn
 from values import binary_states, seeded
@@ -357,7 +358,7 @@ def _surrogates(pair: str) -> dict[str, tuple[Callable[..., Tensor], str, bool]]
 @pytest.mark.parametrize("energy", ["free", "expected"])
 @pytest.mark.parametrize("coordinates", ["plain", "centred"])
 @pytest.mark.parametrize("surrogate", ["cd", "pcd", "fast"])
-@pytest.mark.parametrize("pair", PAIRS)
+@each("pair", PAIRS)
 def test_blocked_gradient_is_the_closed_form(pair, surrogate, coordinates, energy):
     parameters = _parameters(pair)
     rbm = _machine(parameters, pair)

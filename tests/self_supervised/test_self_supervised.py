@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerator import ACCELERATOR
 from contract import BlockCase
+from each import each
 from values import leaves
 
 from toolkit import unblock
@@ -882,7 +883,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@each(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_wrong_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

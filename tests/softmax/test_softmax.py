@@ -10,6 +10,7 @@ import pytest
 import scipy.special
 import torch
 from contract import BlockCase
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -353,8 +354,8 @@ def test_naive_softmax_is_right_until_it_overflows():
 
 @functions
 @both_ways
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("derivative", [jacrev, jacfwd, "backward"], ids=["reverse", "forward", "backward"])
+@each("point", POINTS)
+@each("derivative", [jacrev, jacfwd, "backward"], ids=["reverse", "forward", "backward"])
 def test_jacobian_is_the_one_on_paper_blocked_or_not(name, opened, point, derivative):
     function, jacobian, _ = JACOBIANS[name]
     x = torch.tensor(POINTS[point], dtype=torch.float64)
@@ -377,8 +378,8 @@ ORDERS = {
 
 @functions
 @both_ways
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("point", ["asymmetric", "two maxima", "all tied"])
+@each("order", ORDERS)
+@each("point", ["asymmetric", "two maxima", "all tied"])
 def test_second_derivative_is_the_one_on_paper_blocked_or_not(name, opened, order, point):
     function, _, second = JACOBIANS[name]
     x = torch.tensor(POINTS[point], dtype=torch.float64)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from each import each
 from torch import Tensor
 from torch.func import jacfwd, jacrev, vmap
 from values import seeded
@@ -193,7 +194,7 @@ def batch() -> Tensor:
 
 @masked
 @pytest.mark.parametrize("opened", [(), (SHIFT,)], ids=["blocked", "open"])
-@pytest.mark.parametrize("fill", [None, 100.0, NAN, INF, -INF], ids=str)
+@each("fill", [None, 100.0, NAN, INF, -INF], ids=str)
 def test_a_mask_is_as_if_the_entries_were_not_there(name, opened, fill):
     x = batch() if fill is None else batch().masked_fill(~MASK, fill)
     x.requires_grad_()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
+from each import each
 from torch import Tensor
 from torch.func import hessian, jacfwd, jacrev
 from values import doubles
@@ -126,10 +127,10 @@ def test_the_values_do_not_change_under_a_shift_of_the_input(function):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
+@each(
     ("shape", "dim"), [((7,), 0), ((3, 4), -1), ((3, 4), (0, 1)), ((2, 3, 4), (0, 2)), ((2, 3, 4), (-1, 0)), ((), -1)]
 )
-@pytest.mark.parametrize("keepdim", [False, True])
+@each("keepdim", [False, True])
 def test_logsumexp_over_any_dimensions_is_that_of_scipy(dtype, shape, dim, keepdim):
     x = draw(*shape, scale=3.0, dtype=dtype)
     found = logsumexp(x, dim, keepdim)
@@ -229,7 +230,7 @@ def test_equal_terms_do_not_lose_the_digits_of_their_number(scale):
 
 
 # github.com/scipy/scipy/issues/22601
-@pytest.mark.parametrize("values", list(itertools.product([-INF, 0.0, 2.0, INF], repeat=3)), ids=str)
+@each("values", list(itertools.product([-INF, 0.0, 2.0, INF], repeat=3)), ids=str)
 def test_infinite_elements_anywhere(values):
     with np.errstate(all="ignore"):
         expected = scipy.special.logsumexp(np.array(values))

@@ -9,6 +9,7 @@ import pytest
 import scipy.special
 import torch
 import torch.nn.functional as F
+from each import each
 from torch import Tensor
 from values import seeded
 
@@ -50,7 +51,7 @@ def same_with_gradient(ours, theirs, *inputs):
 
 @every_size
 @every_reduction
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@each("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["unweighted", "weighted"])
 @pytest.mark.parametrize("ignore_index", [-100, 3, -1])
 def test_cross_entropy_of_labels_is_torchs(reduction, smoothing, weight, ignore_index, of_size):
