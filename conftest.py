@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 # Small models on two threads that spin while they wait run up to ten times slower than on one.
@@ -26,6 +27,19 @@ collect_ignore_glob = [
 ]
 
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"]).pytest()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules without examples, most of all: each would be imported, and all of its objects looked at.
+
+    A package is imported first: its modules would be made twice if it imported them while pytest does.
+    """
+    room = collection_path.relative_to(config.rootpath).parts[:1]
+    if room not in (("toolkit",), ("experiments",)) or collection_path.suffix != ".py":
+        return None
+    if collection_path.name == "__init__.py":
+        return None
+    return ">>> " not in collection_path.read_text("utf-8") or None
 
 
 class _TorchAlone:
@@ -82,36 +96,51 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--reversed-sums", action="store_true", help="add the terms of every sum in reverse")
 
 
-@pytest.fixture(autouse=True)
-def _threads_and_a_seed(request: pytest.FixtureRequest) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Reverse the sums of every test, if this is asked for."""
+    if config.getoption("--reversed-sums"):
+        config.pluginmanager.register(_ReversedSums())
+
+
+class _ReversedSums:
+    @pytest.fixture(autouse=True)
+    def _sums(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        if request.node.get_closest_marker("keeps_its_sums"):
+            yield
+            return
+        from reversed_sums import reversed_sums
+
+        with reversed_sums():
+            yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Set threads and seed before the fixtures of a test; a fixture of every test would take longer than most tests."""
+    _set_threads_and_seed(item.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Set threads and seed again: what a test draws does not depend on the fixtures that others have made."""
+    _set_threads_and_seed(item.config)
+
+
+def _set_threads_and_seed(config: pytest.Config) -> None:
     import torch
 
-    torch.set_num_threads(request.config.getoption("--torch-threads"))
+    torch.set_num_threads(config.getoption("--torch-threads"))
     if torch.accelerator.is_available():
         torch.manual_seed(0)
     else:  # without one `torch.manual_seed` keeps a call with its stack for each kind, which takes milliseconds
         torch.default_generator.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _sums(request: pytest.FixtureRequest) -> Iterator[None]:
-    left = request.node.get_closest_marker("keeps_its_sums")
-    if left or not request.config.getoption("--reversed-sums"):
-        yield
-        return
-    from reversed_sums import reversed_sums
+@pytest.fixture(scope="session")
+def doctest_namespace() -> dict[str, Any]:
+    """Return the names that docstrings use; documents import for themselves."""
+    import torch
 
-    with reversed_sums():
-        yield
+    import toolkit
 
-
-@pytest.fixture(autouse=True)
-def _names_of_examples(request: pytest.FixtureRequest) -> None:
-    """Import the names that docstrings use; documents import for themselves."""
-    if isinstance(request.node, pytest.DoctestItem):
-        import torch
-
-        import toolkit
-
-        names: dict[str, Any] = request.getfixturevalue("doctest_namespace")
-        names |= {"torch": torch, **{name: getattr(toolkit, name) for name in toolkit.__all__}}
+    return {"torch": torch, **{name: getattr(toolkit, name) for name in toolkit.__all__}}
