@@ -64,11 +64,11 @@ def test_every_public_function_with_a_number_has_a_call() -> None:
 
 @each("name", NUMBERS)
 def test_numbers_of_numpy_and_torch_are_taken(name: str) -> None:
-    for argument, kinds in NUMBERS[name].items():
-        value = calls.given(name, argument)
-        dtype = torch.int64 if "int" in kinds else torch.float64
-        for same in (np.asarray(value)[()], np.asarray(value), torch.tensor(value, dtype=dtype)):
-            calls.CALLS[name](**{argument: same})
+    values = {argument: calls.given(name, argument) for argument in NUMBERS[name]}
+    dtypes = {argument: torch.int64 if "int" in kinds else torch.float64 for argument, kinds in NUMBERS[name].items()}
+    calls.CALLS[name](**{argument: np.asarray(value)[()] for argument, value in values.items()})
+    calls.CALLS[name](**{argument: np.asarray(value) for argument, value in values.items()})
+    calls.CALLS[name](**{argument: torch.tensor(value, dtype=dtypes[argument]) for argument, value in values.items()})
 
 
 @each("name", NUMBERS)
