@@ -64,9 +64,13 @@ def _named(path: Path) -> Path:
 
 def _hint(path: Path) -> str:
     """Return the configs with a similar name, as they can be run."""
-    named = {file.stem: file.stem for folder in (BUNDLE / "configs", Path("configs")) for file in folder.glob("*.toml")}
-    beside = {file.stem: str(file) for file in path.parent.glob("*.toml") if path.parent != Path()}
-    folders = {folder.name: str(folder) for folder in path.parent.glob("*/") if any(folder.glob("*.toml"))}
+    named = {
+        file.stem: file.stem
+        for folder in (BUNDLE / "configs", Path("configs"))
+        for file in sorted(folder.glob("*.toml"))
+    }
+    beside = {file.stem: str(file) for file in sorted(path.parent.glob("*.toml")) if path.parent != Path()}
+    folders = {folder.name: str(folder) for folder in sorted(path.parent.glob("*/")) if any(folder.glob("*.toml"))}
     known = {"configs": "configs", **folders, **named, **beside}
     containing = sorted(name for name in known if f"_{path.stem}_" in f"_{name}_")
     near = containing or difflib.get_close_matches(path.stem, known)
