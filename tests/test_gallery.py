@@ -599,7 +599,7 @@ REFUSED = {
     "`t` should be a floating-point tensor. Found torch.int64.": lambda: consistency_loss(
         torch.add, TWO, TWO, torch.ones(2).long(), torch.ones(2)
     ),
-    "`old_tensors['w']` should be float32 or float64, as half precision rounds small steps to none. Found "
+    "`old_tensors['w']` should be float32 or float64, as half precision rounds small steps to 0. Found "
     "torch.float16.": lambda: incremental_update({"w": ONE.half()}, {"w": ONE.half()}, 0.1),
 }
 

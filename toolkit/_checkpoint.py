@@ -157,4 +157,4 @@ def read_checkpoint(path: Path, *, room: str) -> tuple[dict[str, Tensor], dict[s
                 raise ValueError(f"{expected}, of another version of this library.")
             return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 - it is not a dict
     except SafetensorError as error:
-        raise ValueError(f"{expected}, which is none: {error}.") from None
+        raise ValueError(f"{expected}, which is not a safetensors file: {error}.") from None

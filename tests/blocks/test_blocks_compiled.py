@@ -295,7 +295,7 @@ def test_a_block_without_a_name_stays_closed_and_is_refused_when_a_place_is_open
     with unblock("with: colon"):
         stop_gradient(_leaf(), "with: colon")
         compiled(_leaf())
-    with pytest.raises(Exception, match="should have a name inside a compiled function"):
+    with pytest.raises(Exception, match="`name` should be given to a block that is open in a compiled function"):
         with unblock(f"{__file__}:1:1"):
             compiled(_leaf())
 

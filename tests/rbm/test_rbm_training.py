@@ -704,7 +704,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "text").write_text("no checkpoint")
     save_file({"x": torch.zeros(1)}, tmp_path / "tensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "old", metadata={"toolkit.rbm": '{"format": 0}'})
-    for name, what in (("text", "which is none"), ("tensors", "of something else"), ("old", "of another version")):
+    for name, what in (("text", "not a safetensors"), ("tensors", "of something else"), ("old", "of another version")):
         with pytest.raises(
             ValueError, match=f"should be a file that `train` wrote, or a new one. Found .*{name}, .*{what}"
         ):

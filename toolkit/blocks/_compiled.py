@@ -24,7 +24,7 @@ def stop_in_graph(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
     check_on_flow(on_flow)
     if name is None:
         if any(is_site(opened) for opened in _switch.open_when_compiled):
-            raise RuntimeError("An open block should have a name inside a compiled function. Found one without.")
+            raise RuntimeError("`name` should be given to a block that is open in a compiled function. Found None.")
         key = ""
     else:
         key = name_in_graph(name)

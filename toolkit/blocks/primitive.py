@@ -78,7 +78,7 @@ def block(name: str, why: str) -> Block:
             raise ValueError(f"`{argument}` should not be empty. Found {value!r}.")
     with lock:
         if name in known and known[name].why:
-            raise ValueError(f"`name` should be a new block's name. Found {name!r}, which is declared already.")
+            raise ValueError(f"`name` should be new. Found {name!r}, which is declared already: choose another.")
         known[name] = declared = Block(name, why)
     return declared
 

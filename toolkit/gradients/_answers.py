@@ -163,7 +163,7 @@ class Answers(ABC):
         """Raise RuntimeError if a parameter was modified since the plain run."""
         for name, parameter in self.params.items():
             if parameter._version != self._versions[name]:
-                raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
+                raise RuntimeError(f"`{name}` should be as it was in the comparison. Found it modified: compare again.")
 
 
 class ProgramAnswers(Answers):

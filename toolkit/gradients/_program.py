@@ -147,7 +147,8 @@ class Program:
         value = self.run()
         if any(value is made for made in self._made_before):
             raise ValueError(
-                "`loss` should compute the loss each time it is called. Found a tensor that was computed before."
+                "`loss` should compute the loss each time it is called. Found a tensor that was computed before: "
+                "compute it inside of `loss`."
             )
         return checked_value(value)
 

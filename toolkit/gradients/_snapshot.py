@@ -186,7 +186,8 @@ class Kept:
         """Restore the state."""
         if self.values is None:
             raise RuntimeError(
-                f"`loss` should not write into its data. Found `{self.name}` changed, too large to be put back."
+                f"`loss` should not write into its data. Found `{self.name}` changed, too large to be put back: "
+                "write into a copy."
             )
         with no_graph():
             if _address(self.leaf) != _address(self.memory) or _shape(self.leaf) != _shape(self.memory):

@@ -327,7 +327,7 @@ class Field:
             raise ValueError(f"`vector` should have shape ({self.size},). Found {tuple(vector.shape)}.")
         for name, parameter, version in zip(self.names, self._params, self._versions, strict=True):
             if parameter._version != version:
-                raise RuntimeError(f"`{name}` should be as it was when the field was made. Found it modified.")
+                raise RuntimeError(f"`{name}` should be as it was in the field. Found it modified: make another field.")
 
     @cached_property
     def _precision(self) -> float:

@@ -77,7 +77,7 @@ def _is_averaged(value: Tensor) -> bool:
 def _check_precision(name: str, teacher: Tensor) -> None:
     if teacher.dtype in HALF:
         raise ValueError(
-            f"`teacher` should be float32 or float64, as half precision rounds small steps to none. Found "
+            f"`teacher` should be float32 or float64, as half precision rounds small steps to 0. Found "
             f"{teacher.dtype} at {name!r}."
         )
 

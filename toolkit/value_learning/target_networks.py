@@ -68,7 +68,7 @@ def incremental_update(
             )
         if old.dtype in HALF and 0 < tau < 1:
             raise ValueError(
-                f"`old_tensors[{name!r}]` should be float32 or float64, as half precision rounds small steps to none. "
+                f"`old_tensors[{name!r}]` should be float32 or float64, as half precision rounds small steps to 0. "
                 f"Found {old.dtype}."
             )
         share = tau if new.is_floating_point() or new.is_complex() else 1

@@ -407,7 +407,7 @@ class RecordedRun(ScriptRun):
         distributed = torch.distributed
         ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if ranks > 1:
-            raise Refused(f"The script should run in one process while it is audited. Found {ranks} ranks.")
+            raise Refused(f"The script should run in one process. Found {ranks} ranks: audit it without them.")
         self._recorder = Recorder(self.lessons.real, self._memory)
         return self._recorder.recording()
 
@@ -418,7 +418,7 @@ class RecordedRun(ScriptRun):
 
     def _start_earlier(self) -> NoReturn:
         if self.lessons.starts >= _MOST_STARTS:
-            raise Refused("The script should do the same each time it runs. Found another step each time.")
+            raise Refused("The script should do the same each time it runs. Found another step each time: set a seed.")
         self.lessons.earlier = 2 * self.lessons.earlier + 1
         raise Again
 
