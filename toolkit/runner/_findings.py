@@ -28,9 +28,9 @@ __all__ = [
 
 RULE = (
     "Each seed is trained with the block and without it. Better and worse mean that a 95 % confidence interval of the "
-    "difference (in brackets) excludes zero: that of the median from six seeds on, by order statistics; that of the "
-    "mean for fewer seeds, by Student's t. Otherwise the difference is undecided. A difference within rounding counts "
-    "as zero."
+    "difference (in brackets) excludes zero. With six seeds or more this is the interval of the median, by order "
+    "statistics; with fewer, that of the mean, by Student's t. If the interval includes zero, the difference is "
+    "undecided. A difference within rounding counts as zero."
 )
 
 _FROM_SEEDS = 6  # the smallest number whose interval for the median has 95 %
