@@ -925,6 +925,15 @@ def test_arrows_are_neither_cut_off_nor_dots(ratio, angle):
     assert math.atan2(148 - opened[1], opened[0] - 160) == pytest.approx(math.radians(angle), abs=1e-3)
 
 
+@pytest.mark.parametrize("ratio", [1e-9, 0.01, 111.0, 1.35e12, 1e200])
+def test_lengths_of_half_circles_do_not_touch(ratio):
+    svg = draw_arrows([("after", [BLOCKED_ARROW, Arrow(label="open", ratio=ratio, angle=90, colour="#ff0000")])])
+    numbers = sorted((float(x), len(number)) for x, number in re.findall(r'x="(\S+)" y="164.0"[^>]*>(×[^<]+)<', svg))
+    assert numbers
+    for (x, length), (following, next_length) in itertools.pairwise(numbers):
+        assert x + 3.6 * length < following - 3.6 * next_length
+
+
 def test_an_arrow_without_a_length_is_told_and_not_drawn():
     vanished = Arrow(label="open", ratio=0.0, angle=math.nan, colour="#ff0000")
     svg = draw_arrows([("before", [BLOCKED_ARROW, vanished])])

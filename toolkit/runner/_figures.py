@@ -266,11 +266,12 @@ def _arrow_panel(title: str, arrows: Sequence[Arrow]) -> str:
     lengths = [1.0, *(arrow.ratio for arrow in drawn)]
     across, rings = _radii(min(lengths), max(lengths))
     middle, ground = WIDTH / 2, 148.0
-    parts = "".join(
-        f'<path class="grid" d="M{middle - r:.1f} {ground}A{r:.1f} {r:.1f} 0 0 1 {middle + r:.1f} {ground}"/>'
-        + text(middle - r, ground + 16, f"×{ring:g}", "middle")
-        for ring, r in ((ring, across.place(ring)) for ring in rings)
-    )
+    parts, reach = "", math.inf
+    for ring, r in ((ring, across.place(ring)) for ring in rings):
+        parts += f'<path class="grid" d="M{middle - r:.1f} {ground}A{r:.1f} {r:.1f} 0 0 1 {middle + r:.1f} {ground}"/>'
+        half = 3.6 * len(number := f"×{ring:g}")
+        if middle - r + half < reach:  # a number that would touch the one before is left out
+            parts, reach = parts + text(middle - r, ground + 16, number, "middle"), middle - r - half - 4
     parts += f'<path class="grid" d="M{middle - across.end:.1f} {ground}H{middle + across.end:.1f}"/>'
     for index, arrow in enumerate(drawn):
         angle = arrow.angle if math.isfinite(arrow.angle) else 0.0

@@ -262,7 +262,7 @@ def _provenance(records: Sequence[Record]) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{package} {version}" for package, version in newest["versions"].items())),
         (
             "machine",
-            f"{machine['processor']}, {machine['cores']} cores, threads used: {machine['threads']}, {machine['system']}",
+            f"{machine['processor']}, {machine['cores']} cores, threads: {machine['threads']}, {machine['system']}",
         ),
         ("finished", newest["finished"]),
     ]
