@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from toolkit._swapped import swapped
 from toolkit.gradients._gates import GateBoard, Meeting
 from toolkit.gradients._nodes import is_foreign
 from toolkit.gradients._program import (
@@ -91,6 +92,7 @@ class Answers(ABC):
     remarks: list[str]
     reason: str
     _versions: Mapping[str, int]
+    _is_quiet: bool = False
 
     @property
     @abstractmethod
@@ -126,9 +128,18 @@ class Answers(ABC):
         """Return the gradient at parameters scaled by about 1; None if the program does not run again."""
         return None
 
-    @abstractmethod
-    def quietly(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
         """Take derivatives without side effects; entered once for many."""
+        if self._is_quiet:
+            yield
+        else:
+            with self._aside(), swapped(self, "_is_quiet", True):
+                yield
+
+    @abstractmethod
+    def _aside(self) -> AbstractContextManager[Any]:
+        """Set aside what a derivative may change."""
 
     @cached_property
     def nodes(self) -> list[Any]:
@@ -185,7 +196,7 @@ class ProgramAnswers(Answers):
         self.program, self._sparing, self._quiet = program, sparing, quiet
         self._spared: set[frozenset[str]] = set()  # blocks that only open together if the cause is exempt
         self.remarks: list[str] = []
-        self.reason, self.differs, self._is_quiet = "", False, False
+        self.reason, self.differs = "", False
         self.board, value, moved = self._recorded()
         self._first_meetings = {} if value is None else dict(self.board.meetings)
         self._first_unrecorded = 0 if value is None else self.board.unrecorded
@@ -403,18 +414,8 @@ class ProgramAnswers(Answers):
         if not paths:
             raise ValueError(CONSTANT if self.plain.constant else NO_PATH)
 
-    @contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Take derivatives without side effects; entered once for many."""
-        if self._is_quiet:
-            yield
-            return
-        with self.program.aside(runs=False):
-            self._is_quiet = True
-            try:
-                yield
-            finally:
-                self._is_quiet = False
+    def _aside(self) -> AbstractContextManager[Any]:
+        return self.program.aside(runs=False)
 
     def leave_quiet(self) -> None:
         """Put gradients and buffers back, before the program runs again: they were set aside to check the gates."""

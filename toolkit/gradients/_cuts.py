@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from toolkit._swapped import swapped
 from toolkit.blocks import Site, carries_gradient
 from toolkit.gradients._as_plain import PRODUCTS, choosing, computed_as_plain, may_depend, unfolded
 from toolkit.gradients._gates import GateBoard, Meeting, is_checkpointed
@@ -183,14 +184,9 @@ class CutBoard(GateBoard):
         """Whether a derivative runs functions and hooks of the program: a backward pass, or one inside of the step."""
         return self._is_inside or not self._in_forward
 
-    @contextmanager
-    def deriving(self) -> Iterator[None]:
+    def deriving(self) -> AbstractContextManager[None]:
         """Take a derivative inside of the step, whose functions and hooks stop their gradients for real."""
-        outer, self._is_inside = self._is_inside, True
-        try:
-            yield
-        finally:
-            self._is_inside = outer
+        return swapped(self, "_is_inside", True)
 
     def _note(self, input: Tensor, name: str, site: Site) -> bool:
         """Note the use of a block; return whether it stops a gradient.
@@ -348,12 +344,8 @@ class CutBoard(GateBoard):
     @contextmanager
     def of_the_program(self) -> Iterator[None]:
         """Enter a backward pass of the program itself."""
-        outer, self._in_forward = self._in_forward, False
-        try:
-            with self.backward(()):
-                yield
-        finally:
-            self._in_forward = outer
+        with swapped(self, "_in_forward", False), self.backward(()):
+            yield
 
     def close_regions(self, roots: Iterable[Any]) -> None:
         """Close regions. If a function or a hook differentiates in a backward pass, the blocks behind are `inner`."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from toolkit._swapped import swapped
 
 __all__ = ["without_compiled_code"]
 
@@ -44,8 +46,7 @@ def without_compiled_code(ran: list[object] | None = None) -> Iterator[None]:
             torch.cond.__code__, torch.compile = branches, compile
 
 
-@contextmanager
-def _noting_calls(ran: list[object]) -> Iterator[None]:
+def _noting_calls(ran: list[object]) -> AbstractContextManager[None]:
     """Keep the compiler of each compiled function that is called."""
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
     original = frames._callback_from_stance
@@ -54,11 +55,7 @@ def _noting_calls(ran: list[object]) -> Iterator[None]:
         ran.extend([compiler] if callable(compiler) else [])
         return original(compiler)
 
-    frames._callback_from_stance = noted
-    try:
-        yield
-    finally:
-        frames._callback_from_stance = original
+    return swapped(frames, "_callback_from_stance", noted)
 
 
 def _branch(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from toolkit._swapped import swapped
 from toolkit.blocks import Gates, Site, carries_gradient, gated, without_tangents
 from toolkit.gradients._as_plain import DEPENDS_ON_A_GRAPH, computed_as_plain, unrecorded
 from toolkit.gradients._nodes import (
@@ -130,24 +131,15 @@ class GateBoard(Gates):
             for region in [*self._passages.active]:  # a generator that outlives the program keeps its region open
                 self._end(region)
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> AbstractContextManager[None]:
         """Note the blocks of a forward pass without changing it."""
-        self._in_forward = True
-        try:
-            yield
-        finally:
-            self._in_forward = False
+        return swapped(self, "_in_forward", True)
 
     @contextmanager
     def backward(self, open: Collection[str]) -> Iterator[None]:
         """Open the gates of `open` in a backward pass; the recomputation of a checkpoint reaches gates again."""
-        outer, self.opened = self.opened, open if open is EVERY_BLOCK else frozenset(open)
-        try:
-            with gated(self):
-                yield
-        finally:
-            self.opened = outer
+        with swapped(self, "opened", open if open is EVERY_BLOCK else frozenset(open)), gated(self):
+            yield
 
     def needs_rerun(self, open: Collection[str]) -> bool:
         """Return whether the gradient for these open blocks needs another forward pass."""
@@ -472,11 +464,8 @@ def _noting_hooks_of_every_node(board: GateBoard) -> Iterator[None]:
 
     if _runs_python(lambda: torch.empty((), device="cpu", requires_grad=True).sin()):
         board.hook_every_node()
-    hooks._push_node_creation_hook = pushed
-    try:
+    with swapped(hooks, "_push_node_creation_hook", pushed):
         yield
-    finally:
-        hooks._push_node_creation_hook = push
 
 
 def _runs_python(operation: Callable[[], Any]) -> bool:

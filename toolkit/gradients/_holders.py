@@ -244,20 +244,14 @@ class _Attribute(Holder):
             setattr(self.owner, self.name, held)
 
 
-@dataclass(frozen=True, eq=False)
-class _Variable(Holder):
-    """A variable of a module."""
-
-    name: str
+class _Variable(_Attribute):
+    """A variable in the globals of a module."""
 
     def held(self) -> Any:
-        return self.owner.get(self.name, _Variable)
-
-    def holds(self, held: Any) -> bool:
-        return self.held() is held
+        return self.owner.get(self.name, _Attribute)
 
     def hold(self, held: Any) -> None:
-        if held is _Variable:
+        if held is _Attribute:
             del self.owner[self.name]
         else:
             self.owner[self.name] = held

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "is_cut",
     "is_foreign",
     "is_freed",
+    "leaves_in",
     "made_leaf",
     "reachable_nodes",
     "regions_of",
@@ -156,6 +157,11 @@ def successors(node: Any) -> list[Any]:
         return found
     source = source_of(node)
     return [] if source is None else [source.node]
+
+
+def leaves_in(nodes: Iterable[Any]) -> list[Tensor]:
+    """Return the leaves whose gradients these nodes accumulate."""
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def source_of(node: Any) -> GradientEdge | None:

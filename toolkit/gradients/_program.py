@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 
+from toolkit._swapped import swapped
 from toolkit.blocks import gated, no_graph, opened
 from toolkit.gradients._eager import without_compiled_code
 from toolkit.gradients._gates import GateBoard
-from toolkit.gradients._nodes import EVERY_BLOCK, gate_of, is_foreign, reachable_nodes
+from toolkit.gradients._nodes import EVERY_BLOCK, gate_of, is_foreign, leaves_in, reachable_nodes
 from toolkit.gradients._parts import Parts, find_parts, unique
 from toolkit.gradients._snapshot import Snapshot
 from toolkit.gradients.verdict import unobserved
@@ -187,7 +188,7 @@ class Program:
             nodes = nodes_of(value)
             others = others_of(nodes)
             if not around and any(map(is_foreign, nodes)):  # they run in a plain ``backward()``, wherever they lead
-                others = _leaves(nodes)
+                others = leaves_in(nodes)
             with self._refusing_hidden_gradients(nodes):
                 found = derivatives(value, params, others)
             gradients = {name: torch.zeros_like(params[name]) if g is None else g for name, g in found.items()}
@@ -234,11 +235,8 @@ def _bounded_derivatives() -> Iterator[None]:
         finally:
             depth -= 1
 
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-    try:
+    with swapped(torch.autograd, "_engine_run_backward", run):
         yield
-    finally:
-        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -301,11 +299,7 @@ def others_of(nodes: Iterable[Any]) -> list[Tensor]:
     Torch 2.13 crashes in the derivative of a group norm by its weight alone, if its input is in `channels_last`.
     """
     nodes = list(nodes)
-    return _leaves(nodes) if any(type(node).__name__ == "NativeGroupNormBackward0" for node in nodes) else []
-
-
-def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
-    return [node.variable for node in nodes if hasattr(node, "variable")]
+    return leaves_in(nodes) if any(type(node).__name__ == "NativeGroupNormBackward0" for node in nodes) else []
 
 
 def differentiated(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor]:
@@ -357,7 +351,7 @@ def nodes_of(value: Tensor | None) -> list[Any]:
 def leaves_of(value: Tensor, parts: Parts) -> dict[str, Tensor]:
     """Return name -> leaf for every leaf of the graph of `value`."""
     known = parts.names_of_leaves()
-    leaves = [node.variable for node in nodes_of(value) if hasattr(node, "variable")]
+    leaves = leaves_in(nodes_of(value))
     return {known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}"): leaf for index, leaf in enumerate(leaves)}
 
 

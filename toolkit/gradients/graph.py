@@ -25,7 +25,7 @@ from toolkit.gradients import _drawing
 from toolkit.gradients._drawing import Arrow, Box
 from toolkit.gradients._folding import Call, Node, folded, innermost_common
 from toolkit.gradients._gates import GateBoard
-from toolkit.gradients._nodes import gate_of, regions_of, roots_in, successors
+from toolkit.gradients._nodes import gate_of, leaves_in, regions_of, roots_in, successors
 from toolkit.gradients._parts import Parts, find_parts
 from toolkit.gradients._passages import next_number
 from toolkit.gradients._program import Parameters, Program, named_parameters, reached
@@ -305,7 +305,7 @@ def _recorded(
     names = parts.names_of_leaves()
     if given is not None:
         names |= {id(tensor): name for name, tensor in given.items()}
-    leaves = [node.variable for node in found if hasattr(node, "variable")]
+    leaves = leaves_in(found)
     labels = {id(leaf): names.get(id(leaf), f"leaf {tuple(leaf.shape)} #{i}") for i, leaf in enumerate(leaves)}
     parameters = {labels[id(leaf)]: leaf for leaf in leaves} if given is None else given
     index = {node: i for i, node in enumerate(found, start=1)}

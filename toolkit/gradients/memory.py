@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Gates, Site, gated, has_storage, opened
-from toolkit.gradients._nodes import EVERY_BLOCK, reachable_nodes
+from toolkit.gradients._nodes import EVERY_BLOCK, leaves_in, reachable_nodes
 from toolkit.gradients._parts import find_parts
 from toolkit.gradients._program import checked_function, checked_loss, gradients_of
 from toolkit.gradients._snapshot import Snapshot
@@ -155,7 +155,7 @@ def _measured(loss: Callable[[], Tensor], around: AbstractContextManager[Any] | 
         value = checked_loss(loss())
         graph = live.now
         nodes = reachable_nodes(value.grad_fn, EVERY_BLOCK)
-        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        leaves = leaves_in(nodes)
         gradients_of(value, leaves)
     return MemoryUse(graph=graph, peak=live.peak)
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from toolkit._swapped import swapped
+
 __all__ = ["KeptInput"]
 
 
@@ -33,11 +35,8 @@ class KeptInput:
             yield
             return
         reader = io.BufferedReader(_Reader(self, original.fileno()))
-        sys.stdin = io.TextIOWrapper(reader, original.encoding, original.errors)
-        try:
+        with swapped(sys, "stdin", io.TextIOWrapper(reader, original.encoding, original.errors)):
             yield
-        finally:
-            sys.stdin = original
 
     def add(self, found: bytes) -> None:
         """Keep further bytes."""

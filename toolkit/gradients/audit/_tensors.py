@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from toolkit._swapped import swapped
 from toolkit.blocks import carries_gradient, is_left_out, stop_at
 from toolkit.gradients._gates import unwraps
 from toolkit.gradients._places import TOOLKIT, TORCH
@@ -154,11 +155,8 @@ class TensorStops:
 
     def _unwrapped(self, function: Callable[[Any], Any], input: Tensor) -> Any:
         """Let a subclass of tensors take itself apart first, as torch does for its own functions."""
-        outer, self._bare.here = self._bare.here, self._bare.here or self._bare.caller()
-        try:
+        with swapped(self._bare, "here", self._bare.here or self._bare.caller()):
             return type(input).__torch_function__(function, (type(input),), (input,), {})
-        finally:
-            self._bare.here = outer
 
     # --- calls that leave the graph ----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from toolkit._swapped import swapped
 from toolkit.gradients._threads import this_thread
 
 __all__ = ["Refused", "backward_passes", "root_of_pass"]
@@ -41,13 +42,10 @@ def backward_passes(begin: Begin) -> Iterator[None]:
 
         return backward
 
-    method, function = torch.Tensor.backward, torch.autograd.backward
-    torch.Tensor.backward = replaced(method, _root_of_method)  # type: ignore[method-assign]
-    torch.autograd.backward = replaced(function, root_of_pass)
-    try:
+    method = replaced(torch.Tensor.backward, _root_of_method)
+    function = replaced(torch.autograd.backward, root_of_pass)
+    with swapped(torch.Tensor, "backward", method), swapped(torch.autograd, "backward", function):
         yield
-    finally:
-        torch.Tensor.backward, torch.autograd.backward = method, function  # type: ignore[method-assign]
 
 
 def _root_of_method(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from toolkit._swapped import swapped
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of
 from toolkit.gradients._nodes import reachable_nodes
 from toolkit.gradients._places import TOOLKIT, TORCH, decorated
@@ -109,15 +110,9 @@ class BareBlocks:
     _copies: Container[int] = frozenset()
     _calls: dict[str, dict[tuple[int, int], tuple[CodeType, Any]]] = field(default_factory=dict)
 
-    @contextmanager
-    def copied(self, state: Iterable[Tensor]) -> Iterator[None]:
+    def copied(self, state: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Treat these tensors as copies that stand for the program's state."""
-        outer = self._copies
-        self._copies = {tensor.untyped_storage()._cdata for tensor in state if has_storage(tensor)}
-        try:
-            yield
-        finally:
-            self._copies = outer
+        return swapped(self, "_copies", {tensor.untyped_storage()._cdata for tensor in state if has_storage(tensor)})
 
     @contextmanager
     def sparing(self, places: Iterable[str]) -> Iterator[bool]:

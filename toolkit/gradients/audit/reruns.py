@@ -20,6 +20,7 @@ from toolkit.blocks import Reached, is_site, opened, register
 from toolkit.gradients._answers import Leak, sentence
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED
 from toolkit.gradients._eager import without_compiled_code
+from toolkit.gradients._nodes import leaves_in
 from toolkit.gradients._parts import Parts
 from toolkit.gradients._program import coarsest, keeping_selected, nodes_of
 from toolkit.gradients._resident import takes_memory
@@ -345,7 +346,7 @@ def _pass_of(value: Tensor, inputs: Collection[Tensor] | None, n_before: int) ->
     """Return the gradients of a backward pass that is about to begin, and how far rounding moves them."""
     scopes, nodes = scopes_of(sys._getframe(1)), nodes_of(value)
     parts = Parts(modules=modules_by_name(objects_of(nn.Module), scopes))
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")] if inputs is None else list(inputs)
+    leaves = leaves_in(nodes) if inputs is None else list(inputs)
     params = parameters_of(leaves, parts, scopes)
     keys = {name: key_of(name, parameter) for name, parameter in params.items()}
     gradients, precision = _gradients(value, params), coarsest(nodes, params)

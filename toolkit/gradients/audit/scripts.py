@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from toolkit._swapped import swapped
 from toolkit.gradients._eager import without_compiled_code
 from toolkit.gradients._gates import replacing
-from toolkit.gradients._nodes import gate_of, reachable_nodes
+from toolkit.gradients._nodes import gate_of, leaves_in, reachable_nodes
 from toolkit.gradients._program import keeping_selected
 from toolkit.gradients._threads import this_thread
 from toolkit.gradients.audit._input import KeptInput
@@ -124,7 +125,7 @@ class Digest:
     def of(cls, value: Tensor, inputs: Collection[Tensor] | None) -> Digest:
         """Return the digest of a backward pass that is asked about, and about to begin."""
         nodes = () if value.grad_fn is None else reachable_nodes(value.grad_fn, ())
-        leaves = [node.variable for node in nodes if hasattr(node, "variable")] if inputs is None else list(inputs)
+        leaves = leaves_in(nodes) if inputs is None else list(inputs)
         with keeping_selected():
             gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True) if leaves else ()
         hashes = sorted(_hashed(gradient) for gradient in gradients if gradient is not None)
@@ -210,14 +211,10 @@ class ScriptRun:
             if not self.steps and not self.is_attending and self.lessons.earlier >= self.question.step - 1:
                 self._start()
 
-        setattr(torch.optim.Optimizer, "__init__", init)  # noqa: B010 - its type is that of one signature
-        try:
-            with self._attended:
-                if self.lessons.earlier >= self.question.step:
-                    self._start()
-                yield
-        finally:
-            setattr(torch.optim.Optimizer, "__init__", original)  # noqa: B010
+        with swapped(torch.optim.Optimizer, "__init__", init), self._attended:
+            if self.lessons.earlier >= self.question.step:
+                self._start()
+            yield
 
     def _start(self) -> None:
         self.is_attending = True
@@ -228,8 +225,7 @@ class ScriptRun:
         self._attended.close()
         self.is_attending = False
 
-    @contextmanager
-    def _gradients_taken(self) -> Iterator[None]:
+    def _gradients_taken(self) -> AbstractContextManager[None]:
         """Take calls of `torch.autograd.grad` for backward passes in a script that has no others."""
         original = torch.autograd.grad
 
@@ -246,14 +242,9 @@ class ScriptRun:
             with self._backward(*_root_of_grad(*args, **kwargs)):
                 return original(*args, **kwargs)
 
-        torch.autograd.grad = replacing(original, grad)
-        try:
-            yield
-        finally:
-            torch.autograd.grad = original
+        return swapped(torch.autograd, "grad", replacing(original, grad))
 
-    @contextmanager
-    def _processes_counted(self) -> Iterator[None]:
+    def _processes_counted(self) -> AbstractContextManager[None]:
         """Count the processes that a script starts: they run as without the tool."""
         original = BaseProcess.start
 
@@ -261,11 +252,7 @@ class ScriptRun:
             self._processes += not process.daemon  # the workers of a loader are
             original(process)
 
-        setattr(BaseProcess, "start", start)  # noqa: B010 - its type is that of one signature
-        try:
-            yield
-        finally:
-            setattr(BaseProcess, "start", original)  # noqa: B010
+        return swapped(BaseProcess, "start", start)
 
     def _count(self, *_: Any) -> None:
         if self._is_passing and torch._C._current_autograd_node() is not None:  # in a hook of the backward pass
@@ -288,12 +275,8 @@ class ScriptRun:
 
     @contextmanager
     def _backward(self, value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
-        self._is_passing = True
-        try:
-            with self._counted(value, inputs):
-                yield
-        finally:
-            self._is_passing = False
+        with swapped(self, "_is_passing", True), self._counted(value, inputs):
+            yield
         if self._steps_when_over:
             self._steps_when_over = False
             self._count()

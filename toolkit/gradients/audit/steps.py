@@ -31,6 +31,7 @@ from toolkit.gradients._nodes import (
     is_cut,
     is_foreign,
     is_freed,
+    leaves_in,
     reachable_nodes,
     regions_of,
     roots_in,
@@ -246,14 +247,14 @@ class StepAnswers(Answers):
     ) -> None:
         """Differentiate `value` by `params`, or by every leaf, with every block in place."""
         self._value, self.board, self._bare = value, board, bare
-        self.remarks, self.reason, self._is_quiet = [], "", False
+        self.remarks, self.reason = [], ""
         board.close_regions(roots_in(value))
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in self.nodes):
             raise Refused(
                 "The step should checkpoint with use_reentrant=False. Found a checkpoint that hides its graph."
             )
         self.parts = parts
-        leaves = [node.variable for node in self.nodes if hasattr(node, "variable")]
+        leaves = leaves_in(self.nodes)
         self.params = parameters_of(leaves, parts, scopes) if params is None else params
         known = {id(leaf) for leaf in leaves}
         wanted = parameters_of(_beside(leaves, alive), parts, scopes) if params is None else params
@@ -409,21 +410,13 @@ class StepAnswers(Answers):
             self.plain, self._arrived = plain, arrived
 
     @contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Take derivatives without side effects; entered once for many."""
-        if self._is_quiet:
-            yield
-            return
+    def _aside(self) -> Iterator[None]:
         one_thread = torch.autograd.set_multithreading_enabled(False)
         aside = self._snapshot.set_aside(runs=False)
         with aside, self.board.of_the_program(), torch.enable_grad(), one_thread:
             buffers = [buffer for module in self.parts.modules.values() for buffer in module.buffers()]
-            self._is_quiet = True
-            try:
-                with self._bare.copied(buffers):  # a checkpoint computes again with them
-                    yield
-            finally:
-                self._is_quiet = False
+            with self._bare.copied(buffers):  # a checkpoint computes again with them
+                yield
 
     def _leaks(self, open: Collection[str]) -> tuple[dict[str, Tensor], frozenset[str]]:
         """Return parameter -> leak of these blocks, and the parameters with a path to the loss while they are open."""
