@@ -11,6 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +44,26 @@ class _WithArguments(click.Command):
 @click.version_option(package_name="stopgrad")
 def main() -> None:
     """Ask a program about its stop-gradients."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of `stopgrad audit`."""
+
+    module: str | None
+    step: int
+    backward: int | None
+    all_passes: bool
+    continues: bool
+    verify: bool
+    rerun: bool
+    memory: float | None
+    form: str
+    expect: Path | None
+    update: bool
+    page_path: Path | None
+    witness: Path | None
+    opened: str | None
 
 
 @main.command(cls=_WithArguments)
@@ -85,23 +106,7 @@ def main() -> None:
 )
 @click.option("--witness", type=click.Path(path_type=Path), hidden=True)
 @click.option("--opened", help="Arguments of `OpenedRun`, as JSON.", hidden=True)
-def audit(
-    words: tuple[str, ...],
-    module: str | None,
-    step: int,
-    backward: int | None,
-    all_passes: bool,
-    continues: bool,
-    verify: bool,
-    rerun: bool,
-    memory: float | None,
-    form: str,
-    expect: Path | None,
-    update: bool,
-    page_path: Path | None,
-    witness: Path | None,
-    opened: str | None,
-) -> None:
+def audit(words: tuple[str, ...], **options: Any) -> None:
     """Find the places that stop a gradient in a program, and the effect of each.
 
     PROGRAM is a training script, which runs as it is, with the ARGUMENTS after "--". The command records one training
@@ -126,44 +131,48 @@ def audit(
     The exit code is that of the program; 1 if an answer is not valid or not as expected; 2 if there is nothing to
     audit.
     """  # noqa: D301 - the sign by which click leaves lines as they are
-    if module is None and not words:
+    asked = _Options(**options)
+    if asked.module is None and not words:
         _stop("PROGRAM should be a script, FILE:FUNCTION, or -m MODULE. Found none: `stopgrad audit train.py`.")
-    if backward is not None and all_passes:
+    if asked.backward is not None and asked.all_passes:
         _stop("`--backward` should not stand beside `--all`. Found both: leave one out.")
-    if update and expect is None:
+    if asked.update and asked.expect is None:
         _stop("`--update` should stand beside `--expect`. Found it alone: add `--expect FILE.toml`.")
-    expected = [] if expect is None or update else _expected(expect)
+    expected = [] if asked.expect is None or asked.update else _expected(asked.expect)
     command = shlex.join(["stopgrad", *sys.argv[1:]])  # the program has other words
-    program = words[0] if module is None else module
-    file, _, function = program.rpartition(":")
-    if module is None and file and function.isidentifier() and not Path(program).is_file():
-        if rerun:
-            _stop("`--rerun` should stand beside a script. Found a function, which runs again without it.")
-        answers = {0: _answer_of_function(file, function, words[1:])}
-        verified, code = "", 0
-    else:
-        from toolkit.gradients.audit.scripts import Question, Script
-
-        if module is None and not Path(program).is_file():
-            _stop(f"PROGRAM should be a file. Found none at {program}: check the path, or audit a module by -m.")
-        script = Script(program, module is not None, words[1:] if module is None else words)
-        question = Question(step, None if all_passes else backward or 1, continues)
-        if witness is not None:
-            _bear_witness(script, question, witness, opened)
-        answers, verified, code = _answers_of_script(script, question, memory, verify=verify, rerun=rerun)
-    named = {f"step {step}, backward pass {number}" if number else "": answer for number, answer in answers.items()}
-    pages = [] if page_path is None else _write_pages(page_path, named, program, command)
+    program = words[0] if asked.module is None else asked.module
+    answers, verified, code = _answers(program, words, asked)
+    named = {f"step {asked.step}, backward pass {n}" if n else "": answer for n, answer in answers.items()}
+    pages = [] if asked.page_path is None else _write_pages(asked.page_path, named, program, command)
     is_valid = all(answer.valid for answer in answers.values()) and not verified.startswith("NOT")
-    _print(named, verified, form)
-    if form == "github":
-        _annotate([answer for answer in answers.values() if expect is None or not answer.valid])
+    _print(named, verified, asked.form)
+    if asked.form == "github":
+        _annotate([answer for answer in answers.values() if asked.expect is None or not answer.valid])
     is_expected = True
-    if expect is not None and is_valid:
-        asked = None if update else [stop for stop in expected if all_passes or stop.backward in answers]
-        is_expected = _holds(expect, asked, answers, form, command)
+    if asked.expect is not None and is_valid:
+        known = None if asked.update else [stop for stop in expected if asked.all_passes or stop.backward in answers]
+        is_expected = _holds(asked.expect, known, answers, asked.form, command)
     for page in pages:
         click.echo(f"page: {page}", err=True)
     sys.exit(code if is_valid and is_expected else 1)
+
+
+def _answers(program: str, words: tuple[str, ...], asked: _Options) -> tuple[dict[int, Any], str, int]:
+    """Return backward pass -> answer, a sentence about the second run, and the exit status of the program."""
+    file, _, function = program.rpartition(":")
+    if asked.module is None and file and function.isidentifier() and not Path(program).is_file():
+        if asked.rerun:
+            _stop("`--rerun` should stand beside a script. Found a function, which runs again without it.")
+        return {0: _answer_of_function(file, function, words[1:])}, "", 0
+    from toolkit.gradients.audit.scripts import Question, Script
+
+    if asked.module is None and not Path(program).is_file():
+        _stop(f"PROGRAM should be a file. Found none at {program}: check the path, or audit a module by -m.")
+    script = Script(program, asked.module is not None, words[1:] if asked.module is None else words)
+    question = Question(asked.step, None if asked.all_passes else asked.backward or 1, asked.continues)
+    if asked.witness is not None:
+        _bear_witness(script, question, asked.witness, asked.opened)
+    return _answers_of_script(script, question, asked)
 
 
 def _print(answers: dict[str, Any], verified: str, form: str) -> None:
@@ -235,20 +244,17 @@ def _answer_of_function(path: str, name: str, arguments: Sequence[str]) -> Any:
         return _asked(f"{path}:{name}", lambda: audited(loss, params))
 
 
-def _answers_of_script(
-    script: Any, question: Any, memory: float | None, *, verify: bool, rerun: bool
-) -> tuple[dict[int, Any], str, int]:
-    """Return backward pass -> answer, a sentence about the second run, and the exit status of the script."""
+def _answers_of_script(script: Any, question: Any, asked: _Options) -> tuple[dict[int, Any], str, int]:
     from toolkit.gradients.audit.scripts import RecordedRun
 
-    run = RecordedRun(question, digests=verify, memory=memory)
+    run = RecordedRun(question, digests=asked.verify, memory=asked.memory)
     try:
         code = _run(run, script)
         if not run.audits:
             come = f"The script should come to {question}. Found its end after {run.progress}."
             sys.exit(code) if code else _stop(come)
-        verified = _verified(run) if verify else ""
-        _rerun(run) if rerun else _advise(run)
+        verified = _verified(run) if asked.verify else ""
+        _rerun(run) if asked.rerun else _advise(run)
     finally:
         run.lessons.input.forget()
     return run.audits, verified, code
