@@ -47,7 +47,7 @@ from toolkit.adversarial.training.schedules import one_cycle
 from toolkit.datasets import Dataset, cifar10, mnist
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
-from ._adversarial_training_targets import TARGETS
+from ._adversarial_training_targets import TARGETS, Examples
 from ._digits import BALLS, Batches, on_device, split_digits
 from ._training import gradient_of
 
@@ -216,7 +216,7 @@ def run(config: Config, seed: int) -> Run:
         x, labels = batches.inputs, batches.labels
         with torch.no_grad():
             example = method.example(model, x, labels, ball=ball, generator=draws())
-        stated = TARGETS[type(method)](method, model, x, labels, example, ball)
+        stated = TARGETS[type(method)](Examples(method, model, x, labels, example, ball))
         gradients = gradient_of(stated, dict(model.named_parameters()))
         with torch.no_grad():
             for name, buffer in model.named_buffers():
