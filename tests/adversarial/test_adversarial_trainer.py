@@ -1389,7 +1389,7 @@ WRONG: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "generator": ({"generator": 3}, TypeError, "`generator` should be a torch.Generator. Found int"),
     "global generator": ({"generator": torch.default_generator}, ValueError, "`generator` should be one of your own"),
     "group": ({"group": 3}, TypeError, "`group` should be a torch.distributed.ProcessGroup, or None. Found int"),
-    "model": ({"model": lambda x: x}, TypeError, "`model` should be a torch.Module. Found function"),
+    "model": ({"model": lambda x: x}, TypeError, "`model` should be a torch.nn.Module. Found function"),
     "frozen model": ({"model": nn.Flatten()}, ValueError, "`model` should have parameters that require gradients"),
     "evaluate": ({"evaluate": 3}, TypeError, "`evaluate` should be held-out inputs and labels, or a function"),
     "evaluate_every": ({"evaluate_every": 0}, ValueError, "`evaluate_every` should be a positive integer"),
