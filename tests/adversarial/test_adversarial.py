@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import BlockCase, finite_differences, relative_error
+from each import each
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from torch import Tensor, nn
@@ -213,7 +214,7 @@ def test_fgsm_is_one_step_of_length_epsilon(norm: str) -> None:
 
 
 @pytest.mark.parametrize("random_start", [False, True], ids=["from x", "random start"])
-@pytest.mark.parametrize("epsilon", [0.1, 8 / 255, 0.5])
+@each("epsilon", [0.1, 8 / 255, 0.5])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_example_lies_in_ball_and_box_in_exact_arithmetic(

@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +31,7 @@ def points(seed: int, *, epsilon: float = 0.7, norm: str = "l2") -> tuple[Tensor
 
 @pytest.mark.parametrize("epsilon", [0.05, 0.7, 1.4, 3.0])
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_projection_is_the_nearest_point(norm: str, epsilon: float, seed: int) -> None:
     """The definition of it for a convex set: ``(q - p) . (z - p) <= 0`` for every z in the set."""
     x, outside = points(seed)
@@ -178,7 +179,7 @@ def test_follow_has_the_value_of_one_and_the_derivative_of_the_other() -> None:
 
 @pytest.mark.filterwarnings("ignore:`epsilon` should be less than the width of the box")  # the whole box is meant
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("epsilon", [0.05, 0.7, 1.4, 30.0])
+@each("epsilon", [0.05, 0.7, 1.4, 30.0])
 @pytest.mark.parametrize("bounds", [(0, 1), None], ids=["box", "no box"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_farthest_point_is_the_worst_case_of_a_linear_function(

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from each import each
 from relu_networks import make
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,7 +59,7 @@ def hooked(place: str, layer: nn.Module) -> nn.Sequential:
 
 @names("function", [*CERTIFICATES, *BOUNDS])
 @names("place", ["before", "after", "forward"])
-@names("layer", [nn.Identity, nn.Dropout, nn.AlphaDropout, nn.ReLU, nn.Sequential])
+@each("layer", [nn.Identity, nn.Dropout, nn.AlphaDropout, nn.ReLU, nn.Sequential])
 def test_what_a_hook_does_is_not_left_out(function: Callable, place: str, layer: type[nn.Module]) -> None:
     inner = layer()
     model, plain = hooked(place, inner), nn.Sequential(nn.Linear(3, 4), nn.ReLU(), layer(), nn.Linear(4, 2)).eval()

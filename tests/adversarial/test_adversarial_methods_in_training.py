@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerator import ACCELERATOR
+from each import each
 from test_adversarial import fragile, snapshot
 from torch import Tensor, nn
 
@@ -98,7 +99,7 @@ REFUSED: list[tuple[type[Method], str, object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "name", "value", "message"), REFUSED, ids=[f"{kind.__name__}-{name}-{v}" for kind, name, v, _ in REFUSED]
 )
 def test_settings_are_refused_where_they_are_made(kind: type[Method], name: str, value: object, message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerator import ACCELERATOR
 from contract import finite_differences, relative_error
+from each import each
 from scipy.optimize import linprog, minimize
 from test_adversarial import MODES, Fragile, fragile, network, network_parameters, snapshot
 from torch import Tensor, nn
@@ -73,8 +74,8 @@ def linear_program(norm: str, point: Tensor, slope: Tensor, gain: float) -> floa
     return solution.fun
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.8, 0.99, -0.4, -0.95])
-@pytest.mark.parametrize("seed", range(4))
+@each("share", [0.02, 0.3, 0.8, 0.99, -0.4, -0.95])
+@each("seed", range(4))
 @pytest.mark.parametrize("norm", ORDERS)
 def test_move_to_a_hyperplane_is_the_shortest(norm: str, seed: int, share: float) -> None:
     point, slope, least, most = plane(seed)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from each import each
 
 from toolkit import adversarial as adv
 
@@ -160,8 +161,8 @@ NOT_LOGITS = {
 }
 
 
-@pytest.mark.parametrize("labels", [None, LABELS], ids=["answers", "labels"])
-@pytest.mark.parametrize("model", NOT_LOGITS)
+@each("labels", [None, LABELS], ids=["answers", "labels"])
+@each("model", NOT_LOGITS)
 @pytest.mark.parametrize("attack", EVERY.values(), ids=EVERY)
 def test_a_model_without_logits_is_named(attack, model, labels):
     function, error = NOT_LOGITS[model]

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from each import each
 from torch import Tensor, nn
 
 from toolkit import adversarial as adv
@@ -68,9 +69,9 @@ ATTACKS: dict[str, tuple[Attack, tuple[str, ...], bool]] = {
     "square": (partial(square, queries=10), ("linf", "l2", "l1"), True),
     "ensemble": (partial(ensemble, attacks=SHORT), ("linf", "l2", "l1"), False),
 }
-CASES = [pytest.param(name, norm, id=f"{name}-{norm}") for name, (_, norms, _) in ATTACKS.items() for norm in norms]
+CASES = [(name, norm) for name, (_, norms, _) in ATTACKS.items() for norm in norms]
 RADIUS = {"linf": 0.1, "l2": 0.5, "l1": 1.0}
-every_attack = pytest.mark.parametrize(("name", "norm"), CASES)
+every_attack = each(("name", "norm"), CASES)
 
 
 class Drawing(nn.Module):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
+from each import each
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from test_em import gradient_of
@@ -299,8 +300,8 @@ def test_under_torch_func(kind):
 
 
 @pytest.mark.parametrize("block", [None, 0, 1, 2, 7, 16], ids=lambda block: f"block-{block}")
-@pytest.mark.parametrize("k", [1, 2, 5])
-@pytest.mark.parametrize("lengths", [[1], [2], [1, 1], [33, 1, 17, 33, 2], [101], [64, 64, 130]], ids=str)
+@each("k", [1, 2, 5])
+@each("lengths", [[1], [2], [1, 1], [33, 1, 17, 33, 2], [101], [64, 64, 130]], ids=str)
 def test_fast_pass_is_the_plain_recursion(lengths, k, block, monkeypatch):
     _cut(monkeypatch, block)
     monkeypatch.setattr(plans, "_CUT_BYTES", {"cpu": 200 * k})  # so that blocks come in several chunks
