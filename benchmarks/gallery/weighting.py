@@ -40,7 +40,7 @@ def _row(what: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], by
 
 
 def _naive_sigmoid_focal(x: Tensor, t: Tensor) -> Tensor:
-    """The formula with its powers, as torchvision writes it."""
+    """Return the formula with its powers, as torchvision writes it."""
     p = torch.sigmoid(x)
     loss = nn.functional.binary_cross_entropy_with_logits(x, t, reduction="none")
     loss = loss * (1 - (p * t + (1 - p) * (1 - t))) ** 2

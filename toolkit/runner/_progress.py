@@ -32,26 +32,26 @@ class Progress:
         self._bars.stop()
 
     def begin(self, unit: str, steps: int | None, verb: str = "runs") -> None:
-        """A unit begins; None: the number of its steps is not known."""
+        """Begin the bar of a unit; `steps` is None if their number is not known."""
         self._remove(unit)  # of a process that was killed
         self._tasks[unit] = self._bars.add_task(escape(unit), total=steps)
         if self._plain:
             self.say(f"{unit} {verb}")
 
     def step(self, unit: str, count: int) -> None:
-        """A unit has made some steps."""
+        """Move the bar of a unit on by `count` steps."""
         if unit in self._tasks:
             self._bars.advance(self._tasks[unit], count)
 
     def method(self, unit: str, name: str) -> None:
-        """A unit trains another method."""
+        """Name the method that a unit trains now."""
         if unit in self._tasks:
             self._bars.update(self._tasks[unit], description=escape(f"{unit}: {name}"))
         if self._plain:
             self.say(f"{unit.partition(':')[0]}: {name}")
 
     def end(self, unit: str, line: str = "") -> None:
-        """A unit has ended; the line stays."""
+        """Remove the bar of a unit, and leave a line in its place."""
         self._remove(unit)
         if line:
             self.say(f"{unit} {line}")
