@@ -5,6 +5,7 @@ import re
 
 import folders
 import pytest
+from each import each
 
 from toolkit.runner._comparison import _Gradients, run_config
 from toolkit.runner._config import ConfigError, load_config
@@ -159,7 +160,7 @@ def test_an_objective_that_gets_worse_under_a_claim_on_it_is_not_doubtful(claim)
     assert doubts([_record(seed, claim, ends=(-1.0, 1.0)) for seed in range(5)]) == []
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@each("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_makes_claims_and_those_on_training_have_seeds_enough(path):
     """That both variants end the same, to the bit, is no matter of chance. The first gradients have a test below."""
     config = load_config(path).config
