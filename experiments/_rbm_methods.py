@@ -74,9 +74,9 @@ class Method(BaseModel):
     @model_validator(mode="after")
     def _has_chains(self) -> Self:
         if self.chains is None and (self.temperatures > 1 or self.fast_rate is not None):
-            raise ValueError("temperatures and fast_rate need chains")
+            raise ValueError("`chains` should be given beside `temperatures` or `fast_rate`")
         if self.temperatures > 1 and self.fast_rate is not None:
-            raise ValueError("temperatures and fast_rate do not go together")
+            raise ValueError("`fast_rate` should be left out beside several `temperatures`")
         return self
 
 

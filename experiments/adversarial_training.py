@@ -169,9 +169,9 @@ class Config(ExperimentConfig):
     @classmethod
     def _has_a_loss(cls, trained: Choice) -> Choice:
         if trained.method == "free":
-            raise ValueError("'free' has no loss of its own, and goes among the other methods")
+            raise ValueError("'free' should stand among the other methods: it has no loss of its own")
         if trained.average is not None:
-            raise ValueError("parameters are averaged in the other methods alone")
+            raise ValueError("`average` should be left out here: parameters are averaged in the other methods alone")
         return trained
 
     @model_validator(mode="after")

@@ -119,7 +119,7 @@ class Config(ExperimentConfig):
     def _has_what_its_data_need(self) -> Self:
         if self.data == "idx":
             if self.images is None or self.held_out is None:
-                raise ValueError('data = "idx" needs images and held_out')
+                raise ValueError('`images` and `held_out` should be given with data = "idx"')
             if _pixels(self.images).shape[1] != _pixels(self.held_out).shape[1]:
                 raise ValueError("images and held_out should have the same number of pixels")
             brightest = int(_pixels(self.images).max())

@@ -226,6 +226,46 @@ def citations_under_another_name(module: Module) -> Iterator[str]:
             yield getattr(node, "name", "the module")
 
 
+# Texts that do not begin with an argument: the subject is a part of the program, a file, or several arguments.
+MOST_OTHER_SUBJECTS = 0.08
+
+
+def errors_without_a_requirement(module: Module) -> Iterator[str]:
+    """An error of a caller says what its subject should be: "`scale` should be positive. Found 0."."""
+    for line, text in errors_of(module):
+        composed = text.startswith("{") or text.endswith("{text}")
+        if not composed and "should " not in text and text not in OF_SCIKIT_LEARN:
+            yield f"line {line}: {text!r}"
+
+
+# Found by its words in scikit-learn's own tests of estimators.
+OF_SCIKIT_LEARN = {"Input X contains NaN.{hint}"}
+
+
+def errors_of(module: Module) -> Iterator[tuple[int, str]]:
+    """Return line and text of each error of a caller; an expression within a text is its source in braces."""
+    for node in ast.walk(module.tree):
+        call = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(call, ast.Call) and call.args and ast.unparse(call.func) in ("ValueError", "TypeError"):
+            (first, *_) = call.args
+            if isinstance(first, ast.Constant | ast.JoinedStr):
+                parts = first.values if isinstance(first, ast.JoinedStr) else [first]
+                yield (
+                    node.lineno,
+                    "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+                        for part in parts
+                    ),
+                )
+
+
+def test_errors_begin_with_their_argument() -> None:
+    texts = {f"{module.name}:{line}": text for module in modules() for line, text in errors_of(module)}
+    others = [f"{place}: {text}" for place, text in texts.items() if not text.startswith(("`", "{"))]
+    assert len(texts) > 400
+    assert len(others) <= MOST_OTHER_SUBJECTS * len(texts), "\n".join(others)
+
+
 RULES: list[Callable[[Module], Iterator[str]]] = [
     imports_against_the_arrows,
     torch_in_the_report,
@@ -234,6 +274,7 @@ RULES: list[Callable[[Module], Iterator[str]]] = [
     blocks_that_are_not_plain_declarations,
     public_names_without_a_docstring,
     citations_under_another_name,
+    errors_without_a_requirement,
 ]
 
 
@@ -277,6 +318,8 @@ BAD = [
     (public_names_without_a_docstring, "toolkit.softmax", "'''A.'''\ndef f(): pass"),
     (public_names_without_a_docstring, "toolkit.softmax", "'''A.'''\nclass C:\n    '''B.'''\n    def f(self): pass"),
     (citations_under_another_name, "toolkit.softmax", "def f():\n    '''A.\n\n    Source:\n        B.\n    '''"),
+    (errors_without_a_requirement, "toolkit.softmax", "raise ValueError('bad shape')"),
+    (errors_without_a_requirement, "toolkit.em.gaussian", "raise TypeError(f'`x` is {x}, no tensor')"),
 ]
 
 

@@ -186,7 +186,8 @@ def _stops_at(loss: Callable[[], Tensor], place: NamedPlace, wish: str) -> tuple
         raise RuntimeError(f"`loss` should do the same each time it runs. Found {found.reason}.")
     names = place.stops(found)
     if len({found.sites[name].file for name in names}) > 1:
-        raise ValueError(f"A place should be in one file. Found {' and '.join(told(found, name) for name in names)}.")
+        files = " and ".join(told(found, name) for name in names)
+        raise ValueError(f"A place should be in one file. Found {files}: give more of its path.")
     if not names:
         line = f": `{source}`" if (source := place.source(found)) else ""
         near = [f"\n  {told(found, name)}" for name in place.nearest(found)]

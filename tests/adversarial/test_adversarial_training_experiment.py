@@ -321,8 +321,11 @@ def test_a_clean_answer_that_is_held_costs_clean_accuracy() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("trained={name='x', method='free'}", "'free' has no loss of its own, and goes among the other methods"),
-        ("trained={name='x', method='pgd', average=0.9}", "parameters are averaged in the other methods alone"),
+        ("trained={name='x', method='free'}", "'free' should stand among the other methods: it has no loss of its own"),
+        (
+            "trained={name='x', method='pgd', average=0.9}",
+            "`average` should be left out here",
+        ),
         ("trained={name='x', method='pgd', settings={step=3}}", "unexpected keyword argument 'step'"),
         ("trained={name='x', method='pgd', settings={steps=0}}", "`steps` should be a positive integer. Found 0."),
         ("trained={name='x', method='trades', settings={beta=-1}}", "`beta` should be"),

@@ -103,7 +103,7 @@ def test_a_step_that_raises_is_left_behind(net):
     with audited(net):
         pass
     assert audit.end(1) != {}
-    with pytest.raises(ValueError, match=r"An audited model should train in one process\. Found 2 ranks\."):
+    with pytest.raises(ValueError, match=r"`model` should train in one process while it is audited\. Found 2 ranks\."):
         audit.begin(2, net, n_ranks=2)
     with pytest.raises(ValueError, match="`every` should be"):
         RepeatedAudit(0)

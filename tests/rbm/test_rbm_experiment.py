@@ -323,9 +323,12 @@ def test_centred_tempering_comes_close_to_the_best_possible():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"temperatures": 2}, "temperatures and fast_rate need chains"),
-        ({"fast_rate": 0.1}, "temperatures and fast_rate need chains"),
-        ({"fast_rate": 0.1, "temperatures": 2, "chains": 3}, "temperatures and fast_rate do not go together"),
+        ({"temperatures": 2}, "`chains` should be given beside `temperatures` or `fast_rate`"),
+        ({"fast_rate": 0.1}, "`chains` should be given beside `temperatures` or `fast_rate`"),
+        (
+            {"fast_rate": 0.1, "temperatures": 2, "chains": 3},
+            "`fast_rate` should be left out",
+        ),
         ({"average_from": 1.0}, "methods.average_from: should be less than 1"),
         ({"decay": "sometimes"}, "methods.decay: should be 'none', 'linear' or 'cosine'"),
     ],
@@ -345,7 +348,7 @@ def test_a_wrong_method_is_one_line(wrong, says):
     ("override", "says"),
     [
         ("n_hidden=21", "n_hidden should be at most 20, so that the likelihood is exact"),
-        ("data=idx", 'data = "idx" needs images and held_out'),
+        ("data=idx", '`images` and `held_out` should be given with data = "idx"'),
         (
             "methods=[{name='x', learning_rate=1.0}, {name='x', learning_rate=2.0}]",
             "methods should have different names",

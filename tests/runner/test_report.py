@@ -635,7 +635,7 @@ def test_an_event_has_one_limit():
     from toolkit.runner import Event
 
     for limits in ({}, {"below": 1.0, "above": 2.0}):
-        with pytest.raises(ValueError, match="An event should have one limit, `below` or `above`"):
+        with pytest.raises(ValueError, match="`below` or `above` should be given, not both"):
             Event(says="x", metric="y", **limits)
 
 

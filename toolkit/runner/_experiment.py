@@ -63,9 +63,7 @@ class Event:
 
     def __post_init__(self) -> None:
         if (self.below is None) == (self.above is None):
-            raise ValueError(
-                f"An event should have one limit, `below` or `above`. Found {self.below} and {self.above}."
-            )
+            raise ValueError(f"`below` or `above` should be given, not both. Found {self.below} and {self.above}.")
         _numbers_of(self, "below", "above")
 
     def to_dict(self) -> dict[str, Any]:

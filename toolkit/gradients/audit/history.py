@@ -123,7 +123,7 @@ class RepeatedAudit:
             ValueError: If the model trains on several ranks.
         """
         if n_ranks > 1:
-            raise ValueError(f"An audited model should train in one process. Found {n_ranks} ranks.")
+            raise ValueError(f"`model` should train in one process while it is audited. Found {n_ranks} ranks.")
         self.abandon()
         if step >= self._next:
             self._answer = self._open.enter_context(audited(model))
