@@ -155,6 +155,110 @@ t$i = wide($a).to_sparse()
 $o = (torch.sparse.mm(t$i, ⟨wide($b).T⟩) @ wide($b)).to($a.dtype)
 """
 
+LIBRARY = """
+| bag$i = kept("bag$i", nn.EmbeddingBag(5, 3, mode="mean"))
+$o = bag$i(rows.repeat(2), torch.arange(0, 8, 2)) * ⟨$a⟩
+| bag$i = kept("bag$i", nn.EmbeddingBag(5, 3, mode="sum"))
+$o = $a + bag$i(rows.repeat(3, 1).T, per_sample_weights=⟨$b⟩)
+| bag$i = kept("bag$i", nn.EmbeddingBag(5, 3, mode="max"))
+$o = $a * bag$i(rows.repeat(2, 1).T)
+| bag$i = kept("bag$i", nn.EmbeddingBag(5, 3, mode="sum", sparse=True))
+$o = bag$i(rows.repeat(2, 1).T) - ⟨$a⟩ * $b
+| table$i = kept("table$i", nn.Embedding(5, 3, max_norm=0.5))
+$o = $a + table$i(rows) * ⟨$b⟩
+| table$i = kept("table$i", nn.Embedding(5, 3, padding_idx=2, scale_grad_by_freq=True))
+$o = $a * table$i(rows)
+| norm$i = kept("norm$i", nn.BatchNorm1d(3)).eval()
+$o = norm$i($a) * ⟨$b⟩
+| norm$i = kept("norm$i", nn.BatchNorm1d(3, momentum=None))
+$o = norm$i($a) - norm$i(⟨$b⟩)
+| norm$i = kept("norm$i", nn.InstanceNorm1d(3, affine=True, track_running_stats=True))
+$o = norm$i($a.T[None])[0].T + ⟨$b⟩
+| norm$i = kept("norm$i", nn.GroupNorm(3, 3))
+$o = norm$i($a) * $b
+| norm$i = kept("norm$i", nn.RMSNorm(3))
+$o = $a + norm$i($b) * ⟨norm$i($a)⟩
+| net$i = kept("net$i", nn.Bilinear(3, 3, 3))
+$o = net$i($a, ⟨$b⟩).tanh()
+| net$i = kept("net$i", nn.PReLU(3))
+$o = net$i($a) * $b
+| net$i = kept("net$i", nn.utils.parametrizations.orthogonal(nn.Linear(3, 3).double()))
+$o = net$i($a.double()).to($a.dtype) - ⟨$b⟩
+| net$i = kept("net$i", nn.LSTM(3, 3))
+t$i = nn.utils.rnn.pack_padded_sequence(torch.stack([$a, $b], 1), torch.tensor([4, 2]))
+$o = nn.utils.rnn.pad_packed_sequence(net$i(t$i, (⟨$a⟩[None, :2] * 1.0, $b[None, :2] * 1.0))[0])[0].sum(1)
+| nets$i = [nn.Linear(3, 3), nn.Linear(3, 3)]
+| stacked$i, _ = torch.func.stack_module_state(nets$i)
+| params.update({f"stacked$i.{key}": value for key, value in stacked$i.items()})
+$o = torch.func.vmap(lambda p, x: torch.func.functional_call(nets$i[0], p, x), (0, None))(stacked$i, $a).sum(0) * ⟨$b⟩
+| net$i = kept("net$i", nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+$o = torch.utils.checkpoint.checkpoint_sequential(net$i, 2, $a, use_reentrant=False) * ⟨$b⟩
+| generator$i = torch.Generator().manual_seed($n)
+$o = $a * torch.bernoulli(torch.full((4, 3), 0.7), generator=generator$i) / 0.7 - ⟨$b⟩
+| generator$i = torch.Generator().manual_seed($n)
+$o = $a + ⟨torch.empty(4, 3).uniform_(generator=generator$i) * $b⟩
+t$i = torch.distributions.Normal($a, 1 + $b.square())
+$o = t$i.rsample() * ⟨t$i.log_prob($b)⟩
+t$i = torch.distributions.Normal($a, 1.0)
+$o = t$i.log_prob(t$i.sample()) * ⟨$b⟩
+t$i = torch.distributions.Categorical(logits=$a)
+$o = t$i.log_prob(t$i.sample())[:, None] * ⟨$b⟩
+$o = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in ($a, ⟨$b⟩)))[:, None] * $a
+(t$i,) = torch.distributions.RelaxedBernoulli(torch.tensor(0.7), logits=$a).rsample((1,))
+$o = t$i * ⟨$b⟩
+$o = torch.linalg.solve(wide($a.mT @ $a) + 3 * torch.eye(3).to(wide($a)), wide(⟨$b⟩).mT).mT.to($a.dtype)
+$o = torch.linalg.svdvals(wide($a)).to($a.dtype) * ⟨$b⟩
+$o = torch.linalg.slogdet(wide($a.mT @ $a) + torch.eye(3).to(wide($a)))[1].to($a.dtype) * $b
+$o = torch.cdist(wide($a), wide(⟨$b⟩) + 2).to($a.dtype) @ $b
+$o = F.max_pool1d($a.T[None], 3, 1, 1)[0].T * ⟨$b⟩
+$o = F.conv_transpose1d($a.T[None], ⟨$b⟩[:3, None].expand(3, 3, 3) * 0.5, padding=1)[0].T
+$o = F.kl_div($a.log_softmax(-1), ⟨$b.log_softmax(-1)⟩, log_target=True, reduction="none") * $b
+$o = F.smooth_l1_loss($a, ⟨$b⟩, reduction="none") + F.huber_loss($a, $b, reduction="none")
+$o = torch.logcumsumexp($a, 0) - ⟨$b.logcumsumexp(0)⟩
+$o = $a.topk(3, 0).values.sum(0) * $b + $a.kthvalue(2, 0).values - ⟨$b.median(0).values⟩
+$o = torch.tensor($b.tolist(), dtype=$b.dtype) * $a
+$o = $a + torch.from_numpy(wide(⟨$b⟩).numpy()).to($a.dtype)
+$o = torch.autograd.functional.vjp(lambda x: (x * ⟨$b⟩).sin(), $a, $b, create_graph=True)[1]
+$o = torch.autograd.functional.hvp(lambda x: ((x + ⟨x.tanh()⟩) * $b).sin().sum(), $a, $b, create_graph=True)[1]
+$o = torch.autograd.functional.jacobian(lambda x: (x * ⟨x.cos()⟩).sum(0), $a, create_graph=True).sum((0, 1)) * $b
+$o = torch.autograd.functional.jvp(lambda x: x * ⟨x.cos()⟩, $a, $b, create_graph=True)[1]
+| @torch.library.custom_op(f"fuzz::cube{id(params)}_$i", mutates_args=())
+| def cube$i(x: torch.Tensor) -> torch.Tensor:
+|     return x**3
+| cube$i.register_autograd(
+|     lambda ctx, g: 3 * g * ctx.saved_tensors[0] ** 2,
+|     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+| )
+$o = cube$i($a.tanh()) * ⟨$b⟩
+| traced$i = torch.jit.trace(lambda x, y: x * y.tanh(), (u, v), check_trace=False)
+$o = traced$i($a, ⟨$b⟩)
+shared.weight.detach().clamp_(-0.4, 0.4)
+$o = shared($a) - ⟨shared($b)⟩
+| average$i = torch.optim.swa_utils.AveragedModel(shared)
+average$i.update_parameters(shared)
+$o = shared($a) * ⟨average$i($b)⟩
+t$i = copy.copy($a * 1.0)
+$o = t$i * ⟨t$i⟩ + $b
+t$i = ($a * $b).as_subclass(torch.Tensor)
+$o = torch.stack(t$i.unbind(1), 1) * ⟨t$i⟩
+t$i = $a.view(2, 2, 3).transpose(0, 1).contiguous()
+$o = ⟨t$i⟩.reshape(4, 3) * t$i.flatten(0, 1)
+t$i = $a.unfold(0, 2, 1).sum(-1)
+$o = torch.cat([t$i, ⟨t$i⟩[:1]]) * $b
+with torch.device("cpu"), torch.autograd.set_detect_anomaly(True, check_nan=False):
+    t$i = $a.sin() * ⟨$b⟩
+$o = t$i
+with FlopCounterMode(display=False):
+    t$i = shared($a) * ⟨shared($b)⟩
+$o = t$i
+with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    t$i = F.scaled_dot_product_attention($a[None, None], $b[None, None], ⟨$b⟩[None, None], is_causal=True)[0, 0]
+$o = t$i * $a
+with torch.nn.utils.parametrize.cached():
+    t$i = shared($a).tanh()
+$o = t$i * ⟨$b⟩
+"""
+
 BUFFERS = """
 b$i = torch.zeros(4, 3)
 b$i[0] = $a[0]
@@ -537,6 +641,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit import stop_gradient, stop_recording
 
@@ -839,8 +944,8 @@ def _statements(text: str, before: str = "") -> list[str]:
 FLAT = {
     name: _statements(text)
     for name, text in zip(
-        ("plain", "stop", "layer", "buffer", "function", "hook", "state"),
-        (PLAIN, STOPS, LAYERS, BUFFERS, FUNCTIONS, HOOKS, STATE),
+        ("plain", "stop", "layer", "library", "buffer", "function", "hook", "state"),
+        (PLAIN, STOPS, LAYERS, LIBRARY, BUFFERS, FUNCTIONS, HOOKS, STATE),
         strict=True,
     )
 }
@@ -851,7 +956,7 @@ _FUNCTION = "def f$i(x$i, y$i):\n    ...\n    return $z\n"
 _BLOCKS, _TRANSFORMS = _statements(BLOCKS), _statements(TRANSFORMS, _FUNCTION)
 _CALLS = [text for mark in ("", "@⟦⟧\n") for text in _statements(CALLS, mark + _FUNCTION)]
 INSIDE = dict.fromkeys(_CALLS, _AGAIN) | dict.fromkeys(_TRANSFORMS, _PURE) | dict.fromkeys(_BLOCKS, _ANY)
-_WEIGHTS = {"plain": 3, "stop": 4, "layer": 3, "buffer": 2, "function": 1.5, "hook": 1.5, "state": 2}
+_WEIGHTS = {"plain": 3, "stop": 4, "layer": 3, "library": 2, "buffer": 2, "function": 1.5, "hook": 1.5, "state": 2}
 
 
 def generate(seed: int) -> Program:
