@@ -520,3 +520,10 @@ def test_one_where_several_are_asked_for_is_a_clear_error(arguments, says):
 def test_two_samples_are_not_taken_for_distances():
     # Centred, they are a symmetric matrix with a diagonal of 0, which scipy warns of.
     assert select(torch.ones(2, 2, dtype=F64), [1], models=("EII",)).ranked == ()
+
+
+def test_samples_that_rounding_makes_one_have_no_sound_fit():
+    x = torch.tensor([[1.6e-132], [2.3e-132], [1e13]], dtype=torch.float64)
+    (two,) = select(x, [2], ["EII"], n_init=1).candidates
+    assert two.verdict == "singular"
+    assert "lost to rounding" in two.note

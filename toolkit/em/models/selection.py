@@ -46,6 +46,10 @@ __all__ = ["Candidate", "Criterion", "Selection", "aic", "bic", "icl", "select",
 Criterion = Literal["bic", "aic", "icl"]
 Verdict = Literal["sound", "spike", "singular"]
 
+# The difference of log-likelihoods, in units of 1 nat and their size, that rounding of the samples has not caused by
+# its usual size: an outlier, beside which other samples become one, causes far larger ones.
+_LOST = 0.1
+
 
 def aic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
     r"""Return Akaike's criterion :math:`-2 N \ell + 2 p`, to be minimised.
@@ -397,6 +401,10 @@ def _candidate(
     if fit is None:
         return dataclasses.replace(singular, n_refused=found.n_refused, note=found.failures[-1])
     mixture = fit.parameters
+    value = _log_likelihood(mixture, x, sample_weight)
+    if not abs(value - fit.log_likelihood) <= _LOST * (1 + abs(fit.log_likelihood)):
+        note = "the differences of samples are lost to rounding beside an outlier: remove it"
+        return dataclasses.replace(singular, n_refused=found.n_refused, note=note)
     narrow = spikes(mixture, narrowest)
     return Candidate(
         model=model,
@@ -413,3 +421,12 @@ def _candidate(
         note=f"far narrower than the others: component {', '.join(map(str, narrow))}" if narrow else "",
         parameters=mixture.to(x.dtype),
     )
+
+
+def _log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None) -> float:
+    """Return the log-likelihood in nats per sample, of the samples as they are and not as a fit has rounded them."""
+    densities = mixture.log_joint(x.to(torch.float64)).logsumexp(1)
+    if sample_weight is None:
+        return float(densities.mean())
+    weights = sample_weight.to(densities)
+    return float(densities[weights > 0] @ weights[weights > 0] / weights.sum())
