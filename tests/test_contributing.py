@@ -1,6 +1,7 @@
 """The four files that CONTRIBUTING.md shows are a whole algorithm: in a copy of the project they pass what is asked."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -46,9 +47,14 @@ def project(tmp_path_factory):
     return root
 
 
-def _run(project, *arguments, python=sys.executable):
+def _run(project, *arguments, python=sys.executable, **variables):
     done = subprocess.run(
-        [python, "-m", *arguments], cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [python, "-m", *arguments],
+        cwd=project,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **variables},
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -64,7 +70,7 @@ def test_they_pass_their_own_tests_and_all_that_is_asked_of_the_project(project)
     files = [str(path) for name in ("irls", *COMMON) for path in (project / "tests").rglob(f"test_{name}.py")]
     assert len(files) == 1 + len(COMMON)
     options = ["-v", "-p", "others_are_left_out", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    output = _run(project, "pytest", *files, "toolkit/irls.py", *options)
+    output = _run(project, "pytest", *files, "toolkit/irls.py", *options, EACH="1")
     for expected in (
         "test_irls.py::test_blocked_gradient_is_that_of_the_objective PASSED",
         "test_block_contract.py::test_block[irls-open_gradient_is_the_witness] PASSED",
