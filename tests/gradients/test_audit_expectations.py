@@ -154,7 +154,7 @@ def test_each_difference_is_a_line_and_ends_with_1(folder, before, after, told):
 
 def test_the_table_that_is_written_is_met(folder):
     (folder / "stops.toml").unlink()
-    assert "which `--update` writes. Found none" in _run("--expect", "stops.toml").stderr
+    assert "stops.toml: `--update` writes it." in _run("--expect", "stops.toml").stderr
     result = _run("--expect", "stops.toml", "--update")
     assert result.exit_code == 0, result.output
     assert tomllib.loads((folder / "stops.toml").read_text("utf-8")) == tomllib.loads(TABLE)
