@@ -23,7 +23,7 @@ def _scikit_learn():
     from toolkit.em import GaussianMixture
 
     class Rounded(GaussianMixture):
-        """Fits side by side and alone differ in the last bit on some processors; `test_init` compares them by ``>=``."""
+        """Fits alone and side by side may differ in the last bit: `test_init` compares them by ``>=``."""
 
         def fit(self, *arguments, **options):
             super().fit(*arguments, **options)
