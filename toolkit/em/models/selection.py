@@ -46,8 +46,8 @@ __all__ = ["Candidate", "Criterion", "Selection", "aic", "bic", "icl", "select",
 Criterion = Literal["bic", "aic", "icl"]
 Verdict = Literal["sound", "spike", "singular"]
 
-# The difference of log-likelihoods, in units of 1 nat and their size, that rounding of the samples has not caused by
-# its usual size: an outlier, beside which other samples become one, causes far larger ones.
+# A log-likelihood of the samples as they are may differ by this from that of a fit, in units of 1 nat and its size. An
+# outlier, beside which rounding makes other samples one, causes a far larger difference.
 _LOST = 0.1
 
 
