@@ -16,7 +16,7 @@ from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.jit._trace import TracerWarning
-from torch.utils._contextlib import _wrap_generator
+from torch.utils._contextlib import context_decorator
 
 from toolkit.blocks import _switch
 from toolkit.blocks._compiled import leave_graph_in_forward_mode, name_in_graph, note_in_graph, stop_in_graph
@@ -156,7 +156,7 @@ class _Region(contextlib._GeneratorContextManager[None]):
 
     def __call__(self, function: F) -> F:
         if inspect.isgeneratorfunction(function):  # the region is left at each ``yield``
-            return _wrap_generator(self._recreate_cm, function)  # type: ignore[no-any-return]
+            return context_decorator(self._recreate_cm, function)  # type: ignore[no-any-return]
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
                 "`stop_recording` should decorate a function that runs when it is called. Found the coroutine "
