@@ -542,7 +542,10 @@ def test_every_box_tells_more_when_a_pointer_rests_on_it() -> None:
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
     found = graph(lambda: net(torch.ones(2)).sum())
     (tip,) = (group.find(f"{SVG}title").text for kind, _, _, group in _drawn(found.svg(fold=1)) if kind == "module")
-    assert tip == "net: Sequential\n4 operations: t, addmm, view, tanh\nparameters: 0.bias, 0.weight"
+    # Which view it is depends on the release of torch.
+    assert tip.replace("unsafe_view", "view") == (
+        "net: Sequential\n4 operations: t, addmm, view, tanh\nparameters: 0.bias, 0.weight"
+    )
 
 
 def test_ids_of_two_pictures_differ() -> None:

@@ -40,6 +40,15 @@ def decorator(x):
     return _average(x) * x
 
 
+@torch.no_grad()  # generator
+def _averages(x):
+    yield x.mean() * 2
+
+
+def generator(x):
+    return next(_averages(x)) * x
+
+
 def switched_for_a_with(x):
     with torch.set_grad_enabled(False):  # switched
         c = x.sin()
@@ -92,6 +101,7 @@ def only_a_view(x):
 DISAGREE = {
     "context": context,
     "decorator": decorator,
+    "generator": generator,
     "switched": switched_for_a_with,
     "calls": switched_by_calls,
     "hook": hook,
@@ -108,8 +118,9 @@ def test_the_place_is_found(marker: str) -> None:
     (finding,) = report.findings
     assert re.fullmatch(rf"\S*test_modes\.py:{_line(marker)}:\d+", finding.site)
     assert finding.kind == ("hook" if marker == "hook" else "region")
-    assert finding.calls == 1
-    assert str(report).startswith(f"{finding.site}: ")
+    assert finding.calls == (2 if marker == "generator" else 1)  # once up to the `yield`, once to be closed
+    times = "" if finding.calls == 1 else f" ({finding.calls} times)"
+    assert str(report).startswith(f"{finding.site}{times}: ")
     assert len(report) == 1
     assert report
 

@@ -9,10 +9,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._contextlib import context_decorator
 
 from toolkit.blocks import Site, site_of
 
-__all__ = ["TOOLKIT", "TORCH", "decorated", "folder_of", "serves_toolkit", "user_site"]
+__all__ = ["TOOLKIT", "TORCH", "decorated", "folder_of", "is_wrapper_of_torch", "serves_toolkit", "user_site"]
 
 
 def folder_of(file: str) -> str:
@@ -23,6 +24,7 @@ def folder_of(file: str) -> str:
 # The folders of the code of torch and of this library.
 TORCH = folder_of(torch.__file__)
 TOOLKIT = folder_of(str(Path(__file__).parent))
+_CONTEXTS = context_decorator.__code__.co_filename
 
 
 def serves_toolkit(frame: FrameType | None) -> bool:
@@ -36,12 +38,20 @@ def user_site(frame: FrameType | None) -> Site:
     """Return the innermost place outside of torch and this library; for a decorated function, the function's place."""
     inner = frame
     while frame is not None and _is_internal(frame.f_code.co_filename):
-        if frame.f_code.co_name == "decorate_context" and (site := decorated(frame.f_locals.get("func"), _is_internal)):
+        if is_wrapper_of_torch(frame) and (site := decorated(frame.f_locals["func"], _is_internal)):
             return site
         frame = frame.f_back
     found = frame or inner
     assert found is not None
     return site_of(found)
+
+
+def is_wrapper_of_torch(frame: FrameType) -> bool:
+    """Return whether a frame is that of a function decorated by a context of torch, by `torch.no_grad` say.
+
+    From torch 2.15 on the wrapper has the name of the context.
+    """
+    return frame.f_code.co_filename == _CONTEXTS and "func" in frame.f_locals
 
 
 def decorated(function: Any, internal: Callable[[str], bool]) -> Site | None:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from toolkit._swapped import swapped
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of
 from toolkit.gradients._nodes import reachable_nodes
-from toolkit.gradients._places import TOOLKIT, TORCH, decorated
+from toolkit.gradients._places import TOOLKIT, TORCH, decorated, is_wrapper_of_torch
 from toolkit.gradients._snapshot import Kept
 from toolkit.gradients._threads import this_thread
 from toolkit.gradients.audit._frames import (
@@ -231,7 +231,7 @@ class BareBlocks:
             if not is_machinery(file):
                 self.elsewhere[f"{kind} at {site_of(frame)}"] = None
             return None
-        if file.endswith("_contextlib.py") and "func" in frame.f_locals:  # the decorator form: the function's place
+        if is_wrapper_of_torch(frame):  # the decorator form: the function's place
             site = decorated(frame.f_locals["func"], is_machinery)
             if site is None:
                 return None
