@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit import adversarial as adv
 from toolkit import unblock
+from toolkit.adversarial import _functional
 
 N, D, C = 12, 6, 3
 
@@ -81,6 +82,17 @@ def test_gradients_in_another_dtype_of_a_model_with_checkpoints():
     assert torch.equal(*(attack(Checkpointed(kind).eval()) for kind in ("plain", "checkpoints")))
 
 
+@pytest.mark.parametrize("name", ["CheckpointFunction", "_checkpoint_hook"])
+def test_a_release_of_torch_whose_checkpoints_are_made_in_another_way_is_refused(monkeypatch, name):
+    _functional._check_release()
+    monkeypatch.setitem(_functional._INSTEAD, name, _functional._ORIGINALS[name])
+    _functional._check_release.cache_clear()
+    with pytest.raises(RuntimeError, match="install an older one"):
+        perturbed(Checkpointed("checkpoints"))
+    with pytest.raises(RuntimeError, match="install an older one"):
+        linear_region(Checkpointed("reentrant"))
+
+
 def test_checkpoints_work_again_afterwards():
     x, labels = data()
     with pytest.raises(ValueError, match="labels"):
@@ -117,7 +129,7 @@ def test_a_checkpoint_that_no_gradient_of_inputs_passes(loss):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.jit.trace(model, torch.rand(2, D))])
 def test_wrapped_models_are_refused_in_another_dtype(wrap):
     model, (x, labels) = wrap(adv.mlp(D, C, widths=[5], generator=torch.Generator().manual_seed(0))), data()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,13 +42,13 @@ class _Direct:
         return function(*args)
 
 
-def _kept(*_: object, **__: object) -> Generator[None]:
-    """Take the place of the two halves, before and after the forward pass, of any other checkpoint."""
-    yield
+def _unhooked(_: object) -> AbstractContextManager[None]:
+    """Take the place of the hooks by which any other checkpoint drops what its forward pass computes."""
+    return nullcontext()
 
 
-_INSTEAD = {"CheckpointFunction": _Direct, "_checkpoint_without_reentrant_generator": _kept}
-_ORIGINALS = {name: getattr(checkpoint, name) for name in _INSTEAD}
+_INSTEAD = {"CheckpointFunction": _Direct, "_checkpoint_hook": _unhooked}
+_ORIGINALS = {name: getattr(checkpoint, name, None) for name in _INSTEAD}
 _LOCK, _USERS = threading.Lock(), Counter[str]()
 
 
@@ -67,10 +69,48 @@ def _instead(*names: str) -> Iterator[None]:
 
 
 def all_kept() -> Any:
-    """Keep all activations inside, in all threads, of models that call `torch.utils.checkpoint.checkpoint`."""
+    """Keep all activations inside, in all threads, of models that call `torch.utils.checkpoint.checkpoint`.
+
+    Raises:
+        RuntimeError: If this release of torch computes them again nevertheless.
+    """
+    _check_release()
     return _instead(*_INSTEAD)
 
 
 def reentrant_kept() -> Any:
-    """As `all_kept`, for ``use_reentrant=True`` alone: `torch.autograd.grad` cannot pass such a checkpoint."""
+    """As `all_kept`, for ``use_reentrant=True`` alone: `torch.autograd.grad` cannot pass such a checkpoint.
+
+    Raises:
+        RuntimeError: As `all_kept`.
+    """
+    _check_release()
     return _instead("CheckpointFunction")
+
+
+@functools.cache
+def _check_release() -> None:
+    """Raise unless a checkpoint with kept activations calls its function once: `_INSTEAD` has private names of torch.
+
+    In a thread of its own, which has no modes.
+    """
+    with ThreadPoolExecutor(1) as thread, _instead(*_INSTEAD):
+        calls = [thread.submit(_calls_of_a_checkpoint, reentrant).result() for reentrant in (False, True)]
+    if calls != [1, 1]:
+        raise RuntimeError(
+            f"torch should be a release whose checkpoints can keep their activations. Found {torch.__version__}, which "
+            "computes them again: install an older one."
+        )
+
+
+def _calls_of_a_checkpoint(reentrant: bool) -> int:
+    """Return how often a checkpoint calls its function in a forward and a backward pass."""
+    calls = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x.exp()
+
+    x = torch.zeros((), requires_grad=True)
+    checkpoint.checkpoint(function, x, use_reentrant=reentrant).backward()
+    return len(calls)
