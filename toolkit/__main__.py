@@ -20,13 +20,28 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import click
 
-__all__ = ["main"]
+__all__ = ["NonemptyPath", "main"]
 
 # The name of the table of expected stops.
 _TABLE = "stop"
 
 # The exit status of a program that Ctrl-C has ended, as a shell has it.
 _INTERRUPTED = 130
+
+
+class NonemptyPath(click.Path):
+    """A path of the command line, as `pathlib.Path`. An empty one, which would be the current folder, is refused."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail if it is empty."""
+        if not os.fspath(value):
+            self.fail(
+                "the path is empty: " + ("`.` is the current folder." if self.dir_okay else "name a file."), param, ctx
+            )
+        return super().convert(value, param, ctx)
 
 
 class _WithArguments(click.Command):
@@ -96,15 +111,13 @@ class _Options:
 @click.option("--json", "form", flag_value="json", help="The same as `--format json`.")
 @click.option(
     "--expect",
-    type=click.Path(path_type=Path, dir_okay=False, resolve_path=True),
+    type=NonemptyPath(dir_okay=False, resolve_path=True),
     metavar="FILE.toml",
     help="Compare the stops with this table; end with 1 if one is gone, new, or has another effect.",
 )
 @click.option("--update", is_flag=True, help="Write the table of `--expect` from the stops found.")
-@click.option(
-    "--page", "page_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the answer as an HTML page too."
-)
-@click.option("--witness", type=click.Path(path_type=Path), hidden=True)
+@click.option("--page", "page_path", type=NonemptyPath(dir_okay=False), help="Write the answer as an HTML page too.")
+@click.option("--witness", type=NonemptyPath(), hidden=True)
 @click.option("--opened", help="Arguments of `OpenedRun`, as JSON.", hidden=True)
 def audit(words: tuple[str, ...], **options: Any) -> None:
     """Find the places that stop a gradient in a program, and the effect of each.
@@ -132,7 +145,7 @@ def audit(words: tuple[str, ...], **options: Any) -> None:
     audit.
     """  # noqa: D301 - the sign by which click leaves lines as they are
     asked = _Options(**options)
-    if asked.module is None and not words:
+    if not (words[0] if asked.module is None and words else asked.module):
         _stop("PROGRAM should be a script, FILE:FUNCTION, or -m MODULE. Found none: `stopgrad audit train.py`.")
     if asked.backward is not None and asked.all_passes:
         _stop("`--backward` should not stand beside `--all`. Found both: leave one out.")

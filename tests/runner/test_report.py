@@ -170,6 +170,32 @@ def test_without_records_the_command_says_what_to_do(tmp_path):
         assert done.stderr == f"error: `--results` should be a folder with records. {found}\n"
 
 
+@pytest.mark.parametrize("option", ["--results", "--single", "--configs", "--page", "--expect", "CONFIGS", "FOLDER"])
+def test_an_empty_path_is_refused_and_writes_nothing(option, tmp_path, monkeypatch):
+    commands = {
+        "--results": [["report"], ["run", "em_iris"], ["zoo"]],
+        "--single": [["report"]],
+        "--configs": [["list"]],
+        "--page": [["audit", "train.py"]],
+        "--expect": [["audit", "train.py", "--update"]],
+        "CONFIGS": [["run"]],
+        "FOLDER": [["init"], ["zoo"]],
+    }
+    monkeypatch.chdir(tmp_path)
+    for command in commands[option]:
+        done = CliRunner().invoke(main, [*command, *([option] if option.startswith("-") else []), ""])
+        assert done.exit_code == 2
+        assert re.search(rf"Error: Invalid value for '\[?{option}.*': the path is empty: .*\.$", done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_program_is_refused():
+    for words in ([""], ["-m", ""]):
+        done = CliRunner().invoke(main, ["audit", *words])
+        assert done.exit_code == 2
+        assert done.stderr.startswith("error: PROGRAM should be a script, FILE:FUNCTION, or -m MODULE. Found none")
+
+
 def test_a_project_in_this_folder_needs_no_way_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(main, ["init", "."])

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import click
 
-from toolkit.__main__ import audit
+from toolkit.__main__ import NonemptyPath, audit
 from toolkit.runner._discovery import BUNDLE, here_or_bundled
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ __all__ = ["main"]
 _DRAWN_EVERY = 10  # seconds between two drawings of pages, which read all records and nobody looks at more often
 
 RESULTS = click.option(
-    "--results", type=click.Path(path_type=Path, file_okay=False), default=Path("results"), show_default=True,
+    "--results", type=NonemptyPath(file_okay=False), default=Path("results"), show_default=True,
     help="Folder of the records and the report.",
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ class _RunCommand(click.Command):
 
 
 @main.command(cls=_RunCommand, short_help="Train with blocks in place and again with each open.")
-@click.argument("configs", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("configs", nargs=-1, type=NonemptyPath())
 @click.option(
     "--set",
     "overrides",
@@ -210,7 +210,7 @@ def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
 
 
 @main.command(short_help="Audit the programs of the bug zoo.")
-@click.argument("folder", type=click.Path(path_type=Path), default=Path("docs/zoo"))
+@click.argument("folder", type=NonemptyPath(), default=Path("docs/zoo"))
 @RESULTS
 def zoo(folder: Path, results: Path) -> None:
     """Audit each program of the bug zoo with its bug and without it, and draw the page of the zoo.
@@ -247,9 +247,7 @@ def zoo(folder: Path, results: Path) -> None:
 
 @main.command(short_help="Draw the report from the records.")
 @RESULTS
-@click.option(
-    "--single", type=click.Path(path_type=Path, dir_okay=False), help="Write the whole report into this one file."
-)
+@click.option("--single", type=NonemptyPath(dir_okay=False), help="Write the whole report into this one file.")
 def report(results: Path, single: Path | None) -> None:
     """Draw the report from the records: RESULTS/index.html, and a page for each experiment. Needs no torch.
 
@@ -282,7 +280,7 @@ def report(results: Path, single: Path | None) -> None:
 
 @main.command("list", short_help="List experiments, blocks, configs and keys.")
 @click.argument("experiment", required=False)
-@click.option("--configs", type=click.Path(path_type=Path, file_okay=False), default=Path("configs"), show_default=True,
+@click.option("--configs", type=NonemptyPath(file_okay=False), default=Path("configs"), show_default=True,
               help="Folder of the configs.")  # fmt: skip
 def list_command(experiment: str | None, configs: Path) -> None:
     """List the experiments, the blocks with their reasons, and the configs.
@@ -302,7 +300,7 @@ def list_command(experiment: str | None, configs: Path) -> None:
 
 
 @main.command(short_help="Lay out a project of your own.")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("folder", type=NonemptyPath(file_okay=False))
 def init(folder: Path) -> None:
     """Lay out a project of your own in FOLDER: one experiment, one config, one test, with comments.
 
