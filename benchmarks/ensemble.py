@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torchattacks
 from torch import nn
 
 from benchmarks._measure import Row
+from tests.adversarial.relu_networks import NETWORKS, relu_network
 from toolkit.adversarial import evaluate_robustness, verify_relu
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from relu_networks import NETWORKS, relu_network  # the networks that the tests verify
 
 
 def rows() -> Iterator[Row]:

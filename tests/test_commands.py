@@ -1,5 +1,6 @@
 """Every command that README and the documents show works as it stands there, outside of the checkout too."""
 
+import ast
 import os
 import re
 import shlex
@@ -196,6 +197,17 @@ def test_help_answers_within_half_a_second(module):
         for _ in range(3)
     ]
     assert min(times) < 0.5
+
+
+def test_the_files_of_the_tests_that_benchmarks_import_are_there():
+    imports = [
+        (path.name, node.module)
+        for path in (ROOT / "benchmarks").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests"
+    ]
+    assert imports
+    assert not [name for name in imports if not (ROOT / f"{name[1].replace('.', '/')}.py").is_file()]
 
 
 def test_help_of_the_benchmarks_names_each_of_them(capsys):

@@ -386,9 +386,10 @@ def _size(case: Case, point: Tensor) -> float:
 def is_missed(seed: int) -> bool | None:
     """Return whether the ensemble of attacks misses an adversarial example in float64; None if there is none."""
     case = drawn(seed, edge=False)
-    model, x, options = case.model.double(), case.x.double(), dict(case.options)
+    x, options = case.x.double(), dict(case.options)
     if not options["epsilon"] or not exact_worst_margin(case) < -1e-5 * _size(case, x):
         return None
+    model = case.model.double()  # the exact margin leaves it in the dtype of the sample
     if options["bounds"] is not None:
         options["bounds"] = tuple(end.double() for end in options["bounds"])
     with warnings.catch_warnings():

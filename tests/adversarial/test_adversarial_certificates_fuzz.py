@@ -57,3 +57,8 @@ def test_false_claims_are_noticed() -> None:
     (wrong, *more) = relu_fuzzing.complaints(case, Verification(above, above, far), worst)
     assert wrong.startswith("proved")
     assert any("outside of the ball" in complaint for complaint in more)
+
+
+def test_the_ensemble_finds_the_examples_of_networks_in_both_precisions() -> None:
+    found = {relu_fuzzing.drawn(seed, edge=False).x.dtype: relu_fuzzing.is_missed(seed) for seed in (30, 46)}
+    assert found == {torch.float32: False, torch.float64: False}
