@@ -428,7 +428,7 @@ def _imported(file: Path) -> Any:
     sys.path.insert(0, str(file.parent.resolve()))
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        _stop(f"The program should be a Python file. Found {file}.")
+        _stop(f"PROGRAM should be a Python file, or FILE:FUNCTION of one. Found {file}: check the path.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     loader = spec.loader
@@ -440,7 +440,7 @@ def _loss_of(module: Any, name: str, path: str) -> tuple[Callable[[], Any], Any]
     make = getattr(module, name, None)
     if not callable(make):
         found = "none" if make is None else type(make).__name__
-        _stop(f"{path} should have a function {name!r}. Found {found}.")
+        _stop(f"{path} should have a function {name!r}. Found {found}: check the name.")
     made = _asked(f"{path}:{name}", make)
     loss, params = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not callable(loss) or isinstance(loss, type):

@@ -15,6 +15,7 @@ from folders import ROOT
 from toolkit.__main__ import main
 from toolkit.gradients import audit
 from toolkit.gradients.audit.source import stop_span
+from toolkit.runner._command import main as stopgrad
 
 DETACH = torch.Tensor.detach
 
@@ -150,8 +151,8 @@ def test_an_audit_that_is_not_valid_ends_with_1(program):
             ["train.py", "--backward", "2", "--all"],
             "`--backward` should not stand beside `--all`. Found both: leave one out.",
         ),
-        (["program_to_audit.py:nothing"], "should have a function 'nothing'. Found none."),
-        (["program_to_audit.py:constant"], "should have a function 'constant'. Found int."),
+        (["program_to_audit.py:nothing"], "should have a function 'nothing'. Found none: check the name."),
+        (["program_to_audit.py:constant"], "should have a function 'constant'. Found int: check the name."),
         (["program_to_audit.py:raising"], "Found KeyError: 'no data' (at "),
         (
             ["program_to_audit.py:not_a_loss"],
@@ -161,7 +162,7 @@ def test_an_audit_that_is_not_valid_ends_with_1(program):
         (["program_to_audit.py:vector"], "`loss` should return a scalar. Found a tensor of shape (6, 3)"),
         (["program_to_audit.py:late"], "Found OSError: lost (at "),
         (["broken.py:make_loss"], "broken.py should run. Found SyntaxError: "),
-        (["notes.txt:make_loss"], "should be a Python file. Found notes.txt."),
+        (["notes.txt:make_loss"], "should be a Python file, or FILE:FUNCTION of one. Found notes.txt: check the path."),
         (["program_to_audit.py:make_loss", "--page", "no/such/folder.html"], "Found: No such file or directory."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -194,9 +195,10 @@ def test_a_file_reads_its_own_arguments(program):
 
 
 def test_an_option_of_the_program_belongs_behind_a_dash(program):
-    result = _run("train.py", "--rate", ".5")
-    assert result.exit_code == 2
-    assert re.search("--rate.* The arguments of the program stand after `--`", result.output)
+    for command in (main, stopgrad):
+        result = CliRunner().invoke(command, ["audit", "train.py", "--rate", ".5"])
+        assert result.exit_code == 2
+        assert re.search("--rate.* The arguments of the program stand after `--`", result.output)
 
 
 def test_a_file_with_the_name_of_a_module_replaces_nothing(program):

@@ -202,9 +202,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_training(tmp_path):
     (tmp_path / "file").touch()
     results = tmp_path / "file" / "results"
     done = _run(toy.install("toy_unwritable", tmp_path), results, code=2)
-    assert done.stderr == (
-        f"error: `--results` should be a folder that can be written to. Found {results}: Not a directory.\n"
-    )
+    found = f"Found {results} (Not a directory): name another."
+    assert done.stderr == f"error: `--results` should be a folder that can be written to. {found}\n"
 
 
 @contextlib.contextmanager
@@ -258,7 +257,7 @@ def test_a_read_only_folder_is_found_before_the_training(tmp_path, locked):
     path, says = toy.install("toy_read_only", tmp_path), "`--results` should be a folder that can be written to"
     for command in (["run", path], ["zoo"]):
         assert _invoked(*command, "--results", results, code=2) == [
-            f"error: {says}. Found {results}: Permission denied."
+            f"error: {says}. Found {results} (Permission denied): name another."
         ]
     assert not list(results.iterdir())
 

@@ -53,7 +53,7 @@ def _files(path: Path) -> list[Path]:
         return [found]
     files = sorted(found.glob("*.toml"))
     if not files:
-        raise ConfigError(f"{path}: no .toml files in this folder")
+        raise ConfigError(f"{path}: no .toml files in this folder; name a config, or a folder of configs")
     return files
 
 

@@ -52,7 +52,7 @@ def _audit(words: tuple[str, ...], page_path: Path | None, **options: Any) -> No
 
 
 main.add_command(
-    click.Command(
+    type(audit)(
         "audit",
         params=audit.params,
         help=audit.help,
@@ -348,7 +348,10 @@ def _check_writable(results: Path) -> None:
         with tempfile.TemporaryFile(dir=results):
             pass
     except OSError as error:
-        _stop(f"`--results` should be a folder that can be written to. Found {results}: {error.strerror}.", 2)
+        _stop(
+            f"`--results` should be a folder that can be written to. Found {results} ({error.strerror}): name another.",
+            2,
+        )
 
 
 def _check_ray() -> None:
