@@ -37,7 +37,9 @@ def main(chosen: list[str]) -> None:
     _keep_memory()
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(_machine(), highlight=False)
-    table = Table("what", "ratio", "goal", "measured", title="ours / theirs: below 1 is better", title_justify="left")
+    table = Table(
+        "comparison", "ratio", "goal", "measured", title="ours / theirs: below 1 is better", title_justify="left"
+    )
     table.columns[1].justify = "right"
     on_request = names()
     skipped = [f"{name}: runs only if it is named" for name, long in on_request.items() if long and not chosen]

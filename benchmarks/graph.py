@@ -1,4 +1,4 @@
-"""How long it takes to draw a graph of 2,000 nodes, every one of them, beside the 2 s that a reader would wait."""
+"""Time to draw all nodes of a graph of 2,000, beside the 2 s that a reader would wait."""
 
 from __future__ import annotations
 

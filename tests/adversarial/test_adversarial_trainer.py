@@ -1,7 +1,7 @@
 """The trainer: that every method learns, and that nothing is lost when training is stopped, split or spoilt.
 
-The losses themselves are tested with the methods. Here it is asked which rows they see, with which radius and rate,
-what the model is at the end, and whether it is, to the bit, that of another way of running.
+The losses themselves are tested with the methods. These tests check the rows, radius and rate of each update, and that
+other ways of running (resumed, on several ranks) give the same final model, bit for bit.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What `stop_gradient` and the switch promise: values as they are, no derivative of any kind, and the way back."""
+"""The promises of `stop_gradient` and the switch: unchanged values, no derivative of any kind, and the way back."""
 
 import contextlib
 import contextvars

@@ -1,4 +1,4 @@
-"""The estimators on tensors, weights, chunks, missing values and hostile input, and what they say while they fit."""
+"""The estimators on tensors, weights, chunks, missing values and hostile input, and their lines of progress."""
 
 import io
 import itertools

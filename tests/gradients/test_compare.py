@@ -1,4 +1,4 @@
-"""Gates against real removals, and what a comparison promises about its numbers and the program it was asked about."""
+"""Gates against real removals; the numbers of a comparison; the compared program is left as it was."""
 
 import copy
 import functools

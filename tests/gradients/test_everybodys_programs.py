@@ -1,7 +1,7 @@
-"""Programs that nobody here wrote, each held against itself with the stop really removed from it.
+"""Programs in the style of published code: each answer is compared with the program whose stop is removed.
 
-Each program is a function of its stops. `backward` on it with `torch.detach`, or with nothing in its place, says what
-is true; `compare` is asked with `stop_gradient` in that place, `audit` with `torch.detach`.
+Each program is a function of its stops. The truth is `backward` with `torch.detach`, or with the identity in its place;
+`compare` gets the program with `stop_gradient`, `audit` with `torch.detach`.
 """
 
 import array

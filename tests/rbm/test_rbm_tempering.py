@@ -1,4 +1,4 @@
-"""Tempered chains: that every temperature keeps its distribution, and what flows through a swap.
+"""Tempered chains: every temperature keeps its distribution; the gradient through a swap.
 
 The witnesses are written in NumPy from the energies, without the code under test.
 """

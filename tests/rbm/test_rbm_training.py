@@ -1,7 +1,7 @@
-"""Training around the engine: what each update is given, and that nothing is lost when it is stopped, split or spoilt.
+"""Training around the engine: the input of each update, and that nothing is lost when it is stopped, split or spoilt.
 
-Updates themselves are the engine's, whose own tests compare them with autograd. Here it is asked which rows they see,
-at which learning rate, and whether the parameters at the end are, to the bit, those of another way of running.
+The engine's own tests compare its updates with autograd. These tests check the rows and the learning rate of each
+update, and that other ways of running (resumed, on several ranks) give the same final parameters, bit for bit.
 """
 
 import contextlib

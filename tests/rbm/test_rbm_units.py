@@ -1,8 +1,8 @@
-"""Units of all kinds against their definition, sums over all states, and what chains of each kind leak.
+"""Units of all kinds against their definition, sums over all states, and the leak of each kind of chain.
 
 The witnesses are tables of e^-E over a grid of both layers, written in NumPy from the definition of the energy: all
-states of units that have finitely many, counts up to where nothing is left, and the trapezoidal rule for real numbers,
-which is exact to rounding for what falls off as a normal density does.
+states of units that have finitely many, counts up to a negligible probability, and the trapezoidal rule for real
+numbers, which is exact to rounding for integrands with the tails of a normal density.
 """
 
 import copy

@@ -65,7 +65,7 @@ def best_paths(
             scores[sequence] = _choose_ends(transfer[begin:end], log_start, ends[begin:end], before[begin:end])
     for number, chunk in enumerate(whole.chunks):
         b = _emissions(number, chunk, log_prob, log_start)
-        # The state before a row: none, or the last state of the block before it.
+        # A row that begins a sequence has no state before it; others follow the last state of the block before.
         entering = torch.where(chunk.is_first, log_start[:, None], log_transition[before[chunk.blocks]].mT)
         best = _walk(chunk.times(b, k), entering, log_transition)
         found, last = _trace(chunk, best, log_transition, ends[chunk.blocks] if chunk.is_cut else None)
