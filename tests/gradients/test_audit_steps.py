@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from toolkit import stop_gradient, stop_recording
 from toolkit.gradients import audit, audited, field_jacobian
-from toolkit.gradients.audit import variables
+from toolkit.gradients.audit import _regions, variables
 from toolkit.gradients.audit.page import page
 from toolkit.gradients.audit.steps import Recorder, Unrecordable
 
@@ -915,7 +915,7 @@ def test_a_switch_back_inside_of_a_region_does_not_switch_recording_on(is_on):
 
 
 @pytest.mark.parametrize("kind", ["closure", "class", "instance", "static"])
-def test_a_closure_or_a_class_that_holds_the_question_gets_the_plain_answer(kind):
+def test_a_closure_or_a_class_that_holds_the_question_gets_the_plain_answer(kind, monkeypatch):
     class Asking:
         is_on = torch.is_grad_enabled
         is_static = staticmethod(torch.is_grad_enabled)
@@ -924,10 +924,14 @@ def test_a_closure_or_a_class_that_holds_the_question_gets_the_plain_answer(kind
     kinds = {"closure": lambda: held(), "class": lambda: Asking.is_on(), "instance": lambda: Asking().is_on()}
     is_on = {**kinds, "static": lambda: Asking().is_static()}[kind]
     w = torch.tensor(3.0, requires_grad=True)
+    if kind == "static":
+        monkeypatch.setattr(_regions, "gc", gc)
+        gc.freeze()  # objects that `gc` then hides
     with audited({"w": w}) as step:
         with torch.no_grad():
             scale = w * w if is_on() else 2 * w
         (w * scale).backward()
+    gc.freeze()
     assert w.grad == 6
     (region,) = step.audits[0].unopened
     assert region.reason == "`is_grad_enabled()` answers in it as if it were closed"

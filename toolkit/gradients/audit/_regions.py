@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import CellType, FrameType
 from typing import Any
 
@@ -263,15 +263,21 @@ def _holding(function: Any) -> list[tuple[Any, str]]:
     if gc.get_freeze_count():  # frozen objects are not searched; frozen again, garbage of today would stay for ever
         gc.unfreeze()
     holders = gc.get_referrers(function)
-    holders += gc.get_referrers(*(holder for holder in holders if isinstance(holder, staticmethod)))
+    holders += _referrers(holder for holder in holders if isinstance(holder, staticmethod))
     cells = {id(holder): holder for holder in holders if isinstance(holder, CellType)}
     found: list[tuple[Any, str]] = [(cell, "cell_contents") for cell in cells.values()]
     bodies = (holder for holder in holders if isinstance(holder, dict) and "__module__" in holder)
-    for owner in dict.fromkeys(holder for holder in gc.get_referrers(*bodies) if isinstance(holder, type)):
+    for owner in dict.fromkeys(holder for holder in _referrers(bodies) if isinstance(holder, type)):
         for name, value in vars(owner).items():
             if getattr(value, "__func__", value) is function and not _is_left_out(owner.__module__):
                 found.append((owner, name))
     return found
+
+
+def _referrers(held: Iterable[object]) -> list[Any]:
+    """Return the objects that hold one of these; without any, spare a look at every object of the process."""
+    objects = tuple(held)
+    return gc.get_referrers(*objects) if objects else []
 
 
 @functools.lru_cache(1)
