@@ -5,6 +5,7 @@ A rule is a function from one module to what it finds wrong. Each is asked of ev
 
 import ast
 import functools
+import gc
 import re
 import subprocess
 import tomllib
@@ -30,6 +31,11 @@ class Module:
     def read(cls, path: Path) -> "Module":
         return cls(_name(path), ast.parse(path.read_text("utf-8")), path.stem == "__init__")
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """The nodes of the tree, which every rule looks through."""
+        return list(ast.walk(self.tree))
+
     @property
     def is_public(self) -> bool:
         return not any(part.startswith("_") for part in self.name.split("."))
@@ -45,9 +51,27 @@ NAMES = {_name(path) for path in FILES}
 
 
 @functools.cache
-def modules() -> list[Module]:
+def parsed() -> dict[Path, Module]:
     """Return every module of the project, parsed when the first rule asks for it."""
-    return [Module.read(path) for path in FILES]
+    gc.disable()  # half a million nodes, none of them garbage
+    try:
+        found = {path: Module.read(path) for path in FILES}
+        for module in found.values():
+            assert module.nodes
+        return found
+    finally:
+        gc.enable()
+
+
+def modules() -> list[Module]:
+    return [*parsed().values()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Drop the syntax trees when all rules were asked: they would be looked through for garbage."""
+    yield
+    parsed.cache_clear()
 
 
 # --- who may import whom -----------------------------------------------------------------------------------------
@@ -119,7 +143,7 @@ def torch_in_the_report(module: Module) -> Iterator[str]:
 
 def _imports(module: Module) -> Iterator[str]:
     """Return what is imported anywhere in a module, at its top or inside functions, by full name."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -139,7 +163,7 @@ SWITCH = re.compile(r"stop|detach|block|grad(?!ebook)|through|differentiable|unr
 def stops_outside_of_blocks(module: Module) -> Iterator[str]:
     if not re.match(r"toolkit(?!\.(blocks|gradients)\b)", module.name) or re.fullmatch(REPORT, module.name):
         return  # `Record.data` is no tensor's: the report knows no tensors
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and node.attr in STOPS:
             yield f"line {node.lineno}: .{node.attr}"
         elif isinstance(node, ast.Attribute) and node.attr == "requires_grad" and isinstance(node.ctx, ast.Store):
@@ -151,7 +175,7 @@ def stops_outside_of_blocks(module: Module) -> Iterator[str]:
 
 
 def booleans_that_choose_a_gradient(module: Module) -> Iterator[str]:
-    for function in ast.walk(module.tree):
+    for function in module.nodes:
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         arguments = function.args
@@ -182,7 +206,7 @@ def blocks_that_are_not_plain_declarations(module: Module) -> Iterator[str]:
 def _calls_of_block(module: Module) -> Iterator[ast.Call]:
     if module.name.startswith("toolkit.blocks"):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "block":
             yield node
 
@@ -220,7 +244,7 @@ def _is_overload(node: ast.AST) -> bool:
 
 def citations_under_another_name(module: Module) -> Iterator[str]:
     """A docstring cites under ``References:``, the section that Google's form and Sphinx know."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else None
         if re.search(r"^Sources?:$", docstring or "", re.MULTILINE):
             yield getattr(node, "name", "the module")
@@ -244,7 +268,7 @@ OF_SCIKIT_LEARN = {"Input X contains NaN.{hint}"}
 
 def errors_of(module: Module) -> Iterator[tuple[int, str]]:
     """Return line and text of each error of a caller; an expression within a text is its source in braces."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         call = node.exc if isinstance(node, ast.Raise) else None
         if isinstance(call, ast.Call) and call.args and ast.unparse(call.func) in ("ValueError", "TypeError"):
             (first, *_) = call.args
@@ -442,9 +466,8 @@ def prose_of(path: Path) -> str:
     text = path.read_text("utf-8")
     if path.suffix == ".py":
         kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-        text = "\n\n".join(
-            ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)
-        )
+        nodes = parsed()[path].nodes if path in parsed() else ast.walk(ast.parse(text))
+        text = "\n\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
     return NO_PROSE.sub(" ", text)
 
 
