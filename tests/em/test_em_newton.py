@@ -11,6 +11,7 @@ from values import seeded
 from toolkit.em import GaussianMixture, fit, log_likelihood
 from toolkit.em.covariance import structure_of
 from toolkit.em.engine import ascent as ascent_module
+from toolkit.em.engine import newton as newton_module
 from toolkit.em.engine.newton import NewtonData, _Point, _solved, climb_by_newton
 from toolkit.em.engine.small import SmallMixture
 from toolkit.em.engine.starts import choose_starts
@@ -118,6 +119,23 @@ def test_weights_count_samples(kind):
     weighted = fit(x, 3, covariance_type=kind, init=first, sample_weight=counts.double(), tol=1e-9)
     repeated = fit(x.repeat_interleave(counts, 0), 3, covariance_type=kind, init=first, tol=1e-9)
     assert weighted.log_likelihood == pytest.approx(repeated.log_likelihood, abs=1e-9)
+
+
+def test_the_last_step_is_a_whole_one(monkeypatch):
+    """Of a model that predicts at most `tol`, also where earlier steps were damped: a short one would end too low."""
+    damped, solved = [], newton_module._solved
+    monkeypatch.setattr(newton_module, "_solved", lambda *given: damped.append(given[-1]) or solved(*given))
+    for seed in range(6):
+        x = torch.randn(60, 2, generator=seeded(seed), dtype=F64)
+        (first,) = choose_starts(
+            x, None, 3, 1, covariance_type="full", init="kmeans", reg_covar=1e-2, generator=seeded(seed)
+        )
+        damped.clear()
+        data = NewtonData(x.mT.contiguous().numpy(), None, 0.0, structure_of("full"))
+        options = {"tol": 0.1, "max_iter": 100, "rounding": 1e-13, "allows": lambda _: True}
+        assert climb_by_newton(data, SmallMixture.of(first), **options).converged
+        assert max(damped) > 0
+        assert damped[-1] == 0
 
 
 def test_listeners_hear_every_evaluation_once():
