@@ -10,7 +10,7 @@ from values import seeded
 
 from toolkit.em.covariance.models import COVARIANCE_MODELS, ParsimoniousCovariances, model_of
 from toolkit.em.engine import fused
-from toolkit.em.engine.acceleration import ClimbOptions, climb
+from toolkit.em.engine.acceleration import MEMORY, ClimbOptions, climb
 from toolkit.em.engine.starts import start
 from toolkit.em.engine.together import climb_together
 from toolkit.em.models import _fits
@@ -126,6 +126,40 @@ def test_a_fit_whose_step_fails_leaves_alone():
     assert found.failed.tolist() == [False, True, False]
     assert found.converged.tolist() == [True, False, True]
     assert abs(found.positions[0, 0]) < 1e-3
+
+
+def test_a_referee_ends_fits_and_begins_others_that_climb_as_alone():
+    starts = np.array([[3.0, 9.0], [-2.0, 4.0], [1.0, -8.0], [0.0, 1.0]])
+    maps = [_one(rate) for rate in RATES]
+
+    def em(fits, points):
+        images, values = zip(*(maps[i](torch.from_numpy(p)) for i, p in zip(fits, points, strict=True)), strict=True)
+        return np.stack([image.numpy() for image in images]), np.array(values), np.zeros(len(fits))
+
+    class Referee:
+        def __init__(self):
+            self.ended = []
+
+        def finish(self, fits, found):
+            first = not self.ended
+            self.ended += fits.tolist()
+            return np.array([1] if first else [], np.int64)
+
+        def drops(self, fits, positions):
+            return fits == 2
+
+    limits, referee = np.full(4, 300), Referee()
+    found = climb_together(
+        em, starts, accelerate="none", tol=1e-10, limits=limits, first=np.array([0, 2]), referee=referee
+    )
+    alone = climb_together(em, starts, accelerate="none", tol=1e-10, limits=limits)
+    assert sorted(referee.ended) == [0, 1, 2]
+    assert found.n_iter[2] == MEMORY
+    assert not found.converged[2]
+    for fit in (0, 1):
+        assert found.histories[fit] == alone.histories[fit]
+        assert found.n_iter[fit] == alone.n_iter[fit]
+    assert math.isnan(found.log_likelihood(3))
 
 
 def test_the_method_is_one_of_three():

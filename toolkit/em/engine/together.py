@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import Any, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from toolkit._checks import choice
 from toolkit.em.engine.acceleration import CUT, FAST, FEW, MEMORY, SHALLOW, Accelerate, across
 from toolkit.em.engine.rounding import ROUNDING
 
-__all__ = ["Climbs", "EmOfRows", "climb_together"]
+__all__ = ["Climbs", "EmOfRows", "Referee", "climb_together"]
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
@@ -31,6 +31,16 @@ _Mask: TypeAlias = npt.NDArray[np.bool_]
 # Takes the indices of some fits (b,) and a point of each (b, P) to the points after an EM step (b, P), NaN where it
 # fails; the log-likelihoods before it (b,), nats per sample; and bounds of their rounding errors (b,).
 EmOfRows: TypeAlias = Callable[[_Ints, _Floats], tuple[_Floats, _Floats, _Floats]]
+
+
+class Referee(Protocol):
+    """Ends fits early, and begins others."""
+
+    def finish(self, fits: _Ints, found: Climbs) -> _Ints:
+        """Take note of the results of fits (b,) that ended, and return those to begin, (c,)."""
+
+    def drops(self, fits: _Ints, positions: _Floats) -> _Mask:
+        """Say which fits (b,) at these points (b, P) to end without convergence."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,8 @@ class Climbs:
         converged: (B,).
         failed: (B,): whether an EM step of the fit failed. The other values of such a row are meaningless.
         n_iter: (B,).
-        histories: The log-likelihood at the start of each fit and at each point that was taken.
+        histories: The log-likelihood at the start of each fit and at each point that was taken; NaN for a fit that
+            never began.
     """
 
     positions: _Floats
@@ -59,9 +70,11 @@ class Climbs:
 class _Rows:
     """The state of the fits that go on: arrays whose first dimension is (b,)."""
 
-    def __init__(self, position: _Floats, image: _Floats, value: _Floats, limit: _Ints, memory: int) -> None:
+    def __init__(
+        self, ids: _Ints, position: _Floats, image: _Floats, value: _Floats, limit: _Ints, memory: int
+    ) -> None:
         n, p = position.shape
-        self.ids, self.limit = np.arange(n), limit
+        self.ids, self.limit = ids, limit
         self.n_iter = np.zeros(n, np.int64)
         self.position, self.image, self.value = position, image, value
         self.residual = image - position
@@ -93,6 +106,11 @@ class _Rows:
         state: dict[str, npt.NDArray[Any]] = vars(self)
         state.update({name: values[mask] for name, values in state.items()})
 
+    def join(self, others: _Rows) -> None:
+        """Add other rows after these."""
+        state: dict[str, npt.NDArray[Any]] = vars(self)
+        state.update({name: np.concatenate([values, vars(others)[name]]) for name, values in state.items()})
+
     def forget(self, mask: _Mask) -> None:
         """Forget the points that Anderson's method remembers of some rows."""
         if mask.any():
@@ -123,6 +141,8 @@ def climb_together(
     tol: float,
     limits: _Ints,
     allows: Callable[[_Ints, _Floats], _Mask] | None = None,
+    first: _Ints | None = None,
+    referee: Referee | None = None,
     rounding: float = ROUNDING[torch.float64],
 ) -> Climbs:
     """Maximise the likelihoods of B fits.
@@ -135,23 +155,42 @@ def climb_together(
         limits: (B,): the most evaluations of each fit after the one at its start.
         allows: Takes the indices of some fits (b,) and a point of each (b, P) to the mask of points that a jump may
             lead to. None: all.
+        first: The fits to begin at once. None: all.
+        referee: Is told of fits that ended, and asked about the others every `MEMORY` evaluations. None: no fit is
+            begun later or ended early.
         rounding: As in `climb`.
     """
     choice("accelerate", accelerate, get_args(Accelerate))
     n, plain = len(start), accelerate == "none"
-    image, value, _ = em(np.arange(n), start)
-    finite = _are_finite(image, value)
     found = Climbs(
         positions=start.copy(),
         converged=np.zeros(n, bool),
-        failed=~finite,
+        failed=np.zeros(n, bool),
         n_iter=np.zeros(n, np.int64),
-        histories=[[one] for one in value.tolist()],
+        histories=[[math.nan] for _ in range(n)],
     )
-    rows = _Rows(start, image, value, limits, MEMORY if accelerate in ("anderson", "auto") else 0)
-    rows.keep(finite & (limits > 0))
+
+    def begin(ids: _Ints) -> tuple[_Rows, _Ints]:
+        """Return the state of fits (b,) at their starts, and those that end there."""
+        image, value, _ = em(ids, start[ids])
+        found.failed[ids] = ~_are_finite(image, value)
+        for fit, one in zip(ids.tolist(), value.tolist(), strict=True):
+            found.histories[fit] = [one]
+        begun = _Rows(ids, start[ids], image, value, limits[ids], 0 if accelerate in ("none", "squarem") else MEMORY)
+        going = ~found.failed[ids] & (limits[ids] > 0)
+        begun.keep(going)
+        return begun, ids[~going]
+
+    rows, ended_fits = begin(np.arange(n) if first is None else first)
     tick = 0
-    while len(rows.ids):
+    while True:
+        while referee is not None and len(ended_fits):
+            more, ended_fits = referee.finish(ended_fits, found), ended_fits[:0]
+            if len(more):
+                begun, ended_fits = begin(more)
+                rows.join(begun)
+        if not len(rows.ids):
+            break
         tick += 1
         jumping, target = _propose(rows, accelerate)
         proposed, rows.n_iter = jumping | rows.refused, rows.n_iter + 1
@@ -180,8 +219,9 @@ def climb_together(
         still = moved & proposed & (gain <= noise) & (not plain)
         rows.stuck += still & (size >= 0.5 * rows.size)
         ended = _have_gained_little(rows, tol, noise, plain) | (still & (rows.stuck == 2))
-        if tick < MEMORY and tol > 0 and not plain:
-            few = np.isnan(rows.gained[:, 0]) & (rows.last - rows.gained[:, -1 - FEW] <= tol)
+        young = np.isnan(rows.gained[:, 0])
+        if young.any() and tol > 0 and not plain:
+            few = young & (rows.last - rows.gained[:, -1 - FEW] <= tol)
             ended |= few & ((size * size <= noise) | _are_fast(rows.before, target, residual, size))
             rows.before = np.where(moved[:, None, None], np.stack([rows.position, rows.residual], 1), rows.before)
         for name, after in (("position", target), ("image", image), ("residual", residual)):
@@ -190,10 +230,13 @@ def climb_together(
         rows.stepped, rows.refused = np.where(moved, ~jumping, rows.stepped), jumping & ~taken
         converged = (fell & ~low) | (moved & ended)
         over = converged | fell | lost | (rows.n_iter >= rows.limit)
+        if referee is not None and tick % MEMORY == 0 and not over.all():
+            left = ~over
+            over[left] = referee.drops(rows.ids[left], rows.position[left])
+        ended_fits = rows.ids[over]
         if over.any():
-            ids = rows.ids[over]
-            found.positions[ids], found.n_iter[ids] = rows.position[over], rows.n_iter[over]
-            found.converged[ids], found.failed[ids] = converged[over], lost[over]
+            found.positions[ended_fits], found.n_iter[ended_fits] = rows.position[over], rows.n_iter[over]
+            found.converged[ended_fits], found.failed[ended_fits] = converged[over], lost[over]
             rows.keep(~over)
     if not plain:  # as a fit that is continued step by step; one step is plain EM
         rise = np.array([history[-1] - history[0] for history in found.histories])

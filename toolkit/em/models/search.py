@@ -6,6 +6,7 @@ N samples, D features, K components.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
@@ -29,13 +30,15 @@ __all__ = ["Cell", "Search", "fit_parsimonious", "search"]
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
-_Point: TypeAlias = tuple[int, _Floats]
 
 # Starts are compared after this many EM steps, and the best are iterated to convergence; of starts with the same
 # likelihood one is enough.
 _SHORT_RUN = 10
 _FOLLOWED = 3
 _SAME = 1e-7
+
+# A fit is given up once its narrowest variance is this part of the least of a sound fit. On data of R none came back.
+_FAR_TOO_NARROW = 0.01
 
 # The most samples times starts, and the most numbers that Anderson's method remembers, of fits that are iterated side
 # by side. With more, arithmetic and memory dominate a step.
@@ -191,12 +194,13 @@ def _groups(cells: Sequence[Cell], n_samples: int, n_features: int) -> Iterator[
 
 @dataclass
 class _Lane:
-    """The fits of one cell: the waiting ones, best first, and the results; points are (fit, coordinates)."""
+    """The fits of one cell: the waiting ones, best first, those that go on, and the results."""
 
     waiting: list[int]
     failures: list[str]
-    found: list[Climb[_Point]] = field(default_factory=list)
-    refused: list[Climb[_Point]] = field(default_factory=list)
+    going: int = 0
+    found: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, rows: _Ints, short: Climbs, problems: Mapping[int, str]) -> _Lane:
@@ -210,24 +214,47 @@ class _Lane:
         return cls(waiting, [problems.get(fit, problem_of(None)) for fit in rows.tolist() if short.failed[fit]])
 
     def next(self) -> list[int]:
-        """Return the fits to follow now."""
-        chosen = self.waiting[: _FOLLOWED - len(self.found)]
+        """Return the fits to begin now."""
+        chosen = self.waiting[: _FOLLOWED - len(self.found) - self.going]
         del self.waiting[: len(chosen)]
+        self.going += len(chosen)
         return chosen
 
-    def result(self, fits: Fits) -> Search:
-        """Return the result of the cell."""
-        best, refused = (self._highest(climbs, fits) for climbs in (self.found, self.refused))
-        return Search(best, refused, tuple(self.failures), len(self.refused) + len(self.failures))
 
-    @staticmethod
-    def _highest(climbs: Sequence[Climb[_Point]], fits: Fits) -> Climb[ParsimoniousParameters] | None:
-        if not climbs:
-            return None
-        first = ranked(climbs, torch.float64, count=1)[0]
-        return Climb(
-            fits.mixture(*first.parameters), first.log_likelihood, first.converged, first.n_iter, first.history
-        )
+class _Race:
+    """Follows the best starts of each cell, and replaces those that are refused; a `Referee`."""
+
+    def __init__(self, fits: Fits, short: Climbs, narrowest: float) -> None:
+        self._fits, self._narrowest = fits, narrowest
+        self.lanes = [_Lane.of(rows, short, fits.problems) for rows in fits.rows]
+        self._lane_of = {fit: lane for rows, lane in zip(fits.rows, self.lanes, strict=True) for fit in rows.tolist()}
+
+    def finish(self, fits: _Ints, found: Climbs) -> _Ints:
+        """Take note of the results, and return the next start of each cell with a refused fit."""
+        least = np.full(len(fits), math.nan)
+        ended = ~found.failed[fits]
+        least[ended] = self._fits.narrowest(fits[ended], found.positions[fits[ended]])
+        lanes = [self._lane_of[fit] for fit in fits.tolist()]
+        for fit, lane, one in zip(fits.tolist(), lanes, least.tolist(), strict=True):
+            lane.going -= 1
+            if found.failed[fit]:
+                lane.failures.append(self._fits.problems.get(fit, problem_of(None)))
+            elif one >= self._narrowest:
+                lane.found.append(fit)
+            else:
+                lane.refused.append(fit)
+        return self.next(lanes)
+
+    def next(self, lanes: Sequence[_Lane]) -> _Ints:
+        """Return the fits of some lanes to begin now, sorted."""
+        return np.array(sorted(fit for lane in lanes for fit in lane.next()), np.int64)
+
+    def drops(self, fits: _Ints, positions: _Floats) -> npt.NDArray[np.bool_]:
+        """Give up fits on the way to a degenerate component: Anderson's method may follow one for a thousand steps."""
+        if self._narrowest == 0:
+            return np.zeros(len(fits), bool)
+        far: npt.NDArray[np.bool_] = self._fits.narrowest(fits, positions) < _FAR_TOO_NARROW * self._narrowest
+        return far
 
 
 def _race(fits: Fits, options: ClimbOptions, narrowest: float) -> list[Search]:
@@ -236,38 +263,46 @@ def _race(fits: Fits, options: ClimbOptions, narrowest: float) -> list[Search]:
     for rows in fits.rows:
         limits[rows] = min(_SHORT_RUN, options.max_iter) if len(rows) > 1 else 0
     short = climb_together(fits.em, fits.start, accelerate="none", tol=options.tol, limits=limits)
-    lanes = [_Lane.of(rows, short, fits.problems) for rows in fits.rows]
-    lane_of = {fit: lane for rows, lane in zip(fits.rows, lanes, strict=True) for fit in rows.tolist()}
-    while chosen := sorted(fit for lane in lanes for fit in lane.next()):
-        ids = np.array(chosen)
+    race = _Race(fits, short, narrowest)
+    rest = climb_together(
+        fits.em,
+        short.positions,
+        accelerate=options.accelerate,
+        tol=options.tol,
+        limits=options.max_iter - short.n_iter,
+        allows=fits.allows if fits.reg_covar > 0 else None,
+        first=race.next(race.lanes),
+        referee=race,
+    )
 
-        def em(which: _Ints, positions: _Floats, ids: _Ints = ids) -> tuple[_Floats, _Floats, _Floats]:
-            return fits.em(ids[which], positions)
-
-        def allows(which: _Ints, positions: _Floats, ids: _Ints = ids) -> npt.NDArray[np.bool_]:
-            return fits.allows(ids[which], positions)
-
-        limits = options.max_iter - short.n_iter[ids]
-        rest = climb_together(
-            em,
-            short.positions[ids],
-            accelerate=options.accelerate,
-            tol=options.tol,
-            limits=limits,
-            allows=allows if fits.reg_covar > 0 else None,
-        )
-        least = fits.narrowest(ids, np.where(rest.failed[:, None], short.positions[ids], rest.positions))
-        for place, fit in enumerate(chosen):
-            lane = lane_of[fit]
-            if rest.failed[place]:
-                lane.failures.append(fits.problems.get(fit, problem_of(None)))
-                continue
-            whole: Climb[_Point] = Climb(
-                parameters=(fit, rest.positions[place]),
-                log_likelihood=rest.log_likelihood(place),
-                converged=bool(rest.converged[place]),
-                n_iter=int(short.n_iter[fit] + rest.n_iter[place]),
-                history=(*short.histories[fit], *rest.histories[place][1:]),
+    def highest(chosen: Sequence[int]) -> Climb[ParsimoniousParameters] | None:
+        if not chosen:
+            return None
+        climbs = [
+            Climb(
+                parameters=fit,
+                log_likelihood=rest.log_likelihood(fit),
+                converged=bool(rest.converged[fit]),
+                n_iter=int(short.n_iter[fit] + rest.n_iter[fit]),
+                history=(*short.histories[fit], *rest.histories[fit][1:]),
             )
-            (lane.found if least[place] >= narrowest else lane.refused).append(whole)
-    return [lane.result(fits) for lane in lanes]
+            for fit in chosen
+        ]
+        best = ranked(climbs, torch.float64, count=1)[0]
+        return Climb(
+            fits.mixture(best.parameters, rest.positions[best.parameters]),
+            best.log_likelihood,
+            best.converged,
+            best.n_iter,
+            best.history,
+        )
+
+    return [
+        Search(
+            highest(sorted(lane.found)),
+            highest(sorted(lane.refused)),
+            tuple(lane.failures),
+            len(lane.refused) + len(lane.failures),
+        )
+        for lane in race.lanes
+    ]

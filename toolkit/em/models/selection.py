@@ -289,7 +289,8 @@ def select(
 
     Starts are three partitions by Ward's method (of the features as they are, standardised, and whitened), and `n_init`
     random ones. Each is improved by ten EM steps, and the best three are iterated to the maximum. Each that ends with a
-    degenerate component or a singular covariance is replaced by the next best. All models use the same starts.
+    degenerate component or a singular covariance is replaced by the next best. A fit is ended early, not converged,
+    once a component is a hundred times narrower than `narrowest` allows. All models use the same starts.
 
     Args:
         x: (N, D), float32 or float64, finite.
