@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from toolkit._random import check_generator
@@ -17,7 +18,8 @@ from toolkit.em.covariance.structure import as_arrays, as_tensor, doubles, libra
 
 __all__ = ["LLOYD_STEPS", "device_of", "distinct", "lloyd", "nearest", "seeds", "squared_distances"]
 
-LLOYD_STEPS = 10
+# With ten, EM from ten overlapping clusters took 51 steps, with thirty 15: k-means then ends nearly everywhere.
+LLOYD_STEPS = 30
 
 # Tensors, or arrays: the same code takes both.
 _Values: TypeAlias = Any
@@ -89,8 +91,10 @@ def seeds(
     odds = of.broadcast_to(weights, (n_starts, len(points)))
     chosen = []
     for i in range(n_means):
-        enough = (odds > 0).any(1)[:, None]  # else there are fewer distinct samples than means
-        cumulative = doubles(of.where(enough, odds, weights)).cumsum(1)
+        cumulative = doubles(odds).cumsum(1)
+        enough = cumulative[:, -1:] > 0  # else there are fewer distinct samples than means
+        if not bool(enough.all()):
+            cumulative = doubles(of.where(enough, odds, weights)).cumsum(1)
         target = (others[i - 1] if i else first) * cumulative[:, -1:]
         drawn = (cumulative[:, None] <= target[:, :, None]).sum(2).clip(max=len(points) - 1)
         after = squared_distances(points, drawn, seen) * weights
@@ -114,6 +118,8 @@ def squared_distances(points: _Values, chosen: _Values, seen: _Values) -> Any:
     # As differences: products would cancel.
     if seen is None and isinstance(points, Tensor):
         return torch.cdist(points[chosen], points, compute_mode="donot_use_mm_for_euclid_dist").square()
+    if seen is None:
+        return np.stack([cdist(some, points, "sqeuclidean") for some in points[chosen]])
     differences = points[chosen][:, :, None] - points
     return (differences * differences if seen is None else seen[chosen][:, :, None] * seen * differences**2).sum(3)
 
@@ -174,11 +180,10 @@ def nearest(points: _Values, means: _Values, seen: _Values = None) -> Any:
         error = 64 * of.finfo(points.dtype).eps * own
         low, high = distances - error, distances + error
         # One by one: `argmin` over a dimension that is not the last takes thirty times as long.
-        least = low[:, 0]
+        least = of.amin(high, 1)
         index = of.zeros_like(least, dtype=of.int64)
-        for k in range(1, means.shape[1]):
-            nearer = high[:, k] < least
-            index, least = of.where(nearer, k, index), of.where(nearer, low[:, k], least)
+        for k in range(means.shape[1] - 1, -1, -1):
+            index = of.where(low[:, k] <= least, k, index)
         found.append(index)
     return of.concatenate(found, 1)
 

@@ -66,8 +66,8 @@ def start(
         covariance_type: As in `fit`.
         sample_weight: (N,), not negative: how often each sample counts.
         init: How to choose the means. ``"random_from_data"``: distinct samples. ``"k-means++"``: samples that are far
-            from each other (Arthur & Vassilvitskii). ``"kmeans"``: the means of k-means++, improved by at most ten of
-            Lloyd's steps.
+            from each other (Arthur & Vassilvitskii). ``"kmeans"``: the means of k-means++, improved by at most
+            thirty of Lloyd's steps.
         reg_covar: Added to every variance.
         generator: Randomness. None is torch's global generator.
 
