@@ -6,15 +6,16 @@ N samples, D features, K components.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit._random import check_generator
-from toolkit._tensors import tensors
+from toolkit._tensors import shape_of
 
 __all__ = ["Components", "Located", "Movable"]
 
@@ -31,6 +32,13 @@ class Movable:
         return self if stays else dataclasses.replace(self, **moved)
 
 
+@functools.cache
+def _tensors_of(kind: Any) -> list[tuple[str, bool]]:
+    """Return the fields of a dataclass that are tensors, and whether each may be None."""
+    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    return [(name, "None" in found) for name, found in types.items() if found.startswith("Tensor")]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Components(Movable):
     """The weights of a mixture.
@@ -42,9 +50,11 @@ class Components(Movable):
     log_weights: Tensor
 
     def __post_init__(self) -> None:
-        kinds = {field.name: str(field.type) for field in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name, kind in kinds.items() if kind.startswith("Tensor")}
-        tensors(**{name: value for name, value in values.items() if value is not None or "None" not in kinds[name]})
+        kind: object = type(self)
+        for name, may_lack in _tensors_of(kind):
+            value = getattr(self, name)
+            if value is not None or not may_lack:
+                shape_of(name, value)
 
     @property
     def n_components(self) -> int:

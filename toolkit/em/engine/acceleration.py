@@ -174,15 +174,19 @@ def climb(
     rounding = number("rounding", rounding, least=0)
     check_callback(callback)
 
+    nowhere = np.empty(0)  # plain steps need no coordinates
+
     def evaluate(parameters: P, position: _Vector) -> _Point[P]:
         image, value = em(parameters)
+        if accelerate == "none":
+            return _Point(parameters, nowhere, image, nowhere, nowhere, 0.0, value)
         return _Point.at(parameters, position, image, pack(image).cpu().numpy(), value)
 
     def tell(point: _Point[P]) -> None:
         if callback is not None:
             callback(n_iter, point.value)
 
-    coordinates = pack(start)
+    coordinates = pack(start) if accelerate != "none" else torch.empty(0)
     n_iter, here = 0, evaluate(start, coordinates.cpu().numpy())
     tell(here)
     _check_finite(here.value)

@@ -40,6 +40,10 @@ _MOST = 1e6
 # A model that predicts less than this share of `tol` ends a fit without a further step.
 _MARGIN = 0.01
 
+# The error of a predicted gain, as a share of `tol`, below which a whole step ends a fit: the error is of third order
+# in the step, the remaining gain of fourth.
+_SURE = 0.1
+
 # The shares of the predicted gain below which damping grows, and above which it falls.
 _POOR = 0.25
 _GOOD = 0.75
@@ -226,7 +230,7 @@ def climb_by_newton(
                     damping = max(_GROWTH * damping, _FIRST)
             history.append(there.value)
             here = there
-            if whole <= least:
+            if whole <= least or (damping == 0 and abs(gain - predicted) <= _SURE * least):
                 return Climb(here.mixture, here.value, True, n_iter, tuple(history))
             if gain > _GOOD * predicted:
                 damping = damping / _GROWTH if damping > _FIRST / _GROWTH else 0.0

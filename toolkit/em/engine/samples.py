@@ -159,6 +159,8 @@ def prepare(
 def gathered(data: Prepared) -> Prepared:
     """Return the data in one chunk, which is kept; for few samples on the CPU, not distributed over ranks."""
     parts, weights = zip(*data.chunks(), strict=True)
+    if len(parts) == 1 and data.is_cached:
+        return data
     every = None if any(part is None for part in weights) else torch.cat(weights)
     chunk = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), every
     return dataclasses.replace(data, is_cached=True, chunks=functools.partial(iter, [chunk]))
