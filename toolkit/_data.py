@@ -66,13 +66,14 @@ class Form:
         Raises:
             ValueError: If the dtype cannot hold an attribute.
         """
-        for name, values in attributes.items():
-            if not bool(values.to(self.dtype).isfinite().all()):
+        kept = {name: self.give(values) for name, values in attributes.items()}
+        for name, values in kept.items():
+            if not (np.isfinite(values) if isinstance(values, np.ndarray) else values.isfinite()).all():
                 raise ValueError(
                     f"`X` should have a scale near 1, or be float64. Found `{name}` up to "
-                    f"{float(values.abs().max()):.3g}, which {self.dtype} cannot hold."
+                    f"{float(attributes[name].abs().max()):.3g}, which {self.dtype} cannot hold."
                 )
-        return {name: self.give(values) for name, values in attributes.items()}
+        return kept
 
     def give(self, values: Tensor) -> Array:
         """Return values in this form; integers and booleans keep their dtype."""

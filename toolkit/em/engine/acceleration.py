@@ -131,7 +131,8 @@ def climb(
 
     **Falls.** A step may lower the log-likelihood, because of `reg_covar`. A fall by no more than an eighth of `tol`
     ends the fit. After a larger one plain steps go on, until they lead higher than before, where the fit continues, or
-    until eight of them change the value by no more than `tol`. The result is the highest point.
+    until eight of them change the value by no more than `tol`, or four by a tenth of it. The result is the highest
+    point.
 
     **The last bit decides nothing.** Two log-likelihoods that differ by less than `rounding` count as equal, so that
     another processor, number of threads or order of the samples takes the same plain steps. Jumps multiply rounding
@@ -439,13 +440,13 @@ def _has_gained_little(gained: Sequence[float], count: int, most: float) -> bool
 def across(step: Callable[[], float], value: float, above: float, least: float, limit: int) -> bool:
     """Take plain steps from a point that lies lower than one before, and say whether they lead higher.
 
-    They end at the first higher value, where the value settles, or where a step fails.
+    They end at the first higher value, where the value settles as in `climb`, or where a step fails.
 
     Args:
         step: Takes a plain step, and returns the value at its end, NaN if it fails.
         value: The value before the first step.
         above: The value to exceed.
-        least: The smallest change of the value in eight steps that counts as a change.
+        least: The smallest change of the value in eight steps that counts as a change; a tenth of it in four.
         limit: The most steps.
     """
     values = [value]
@@ -453,9 +454,10 @@ def across(step: Callable[[], float], value: float, above: float, least: float, 
         values.append(step())
         if not values[-1] <= above:
             return math.isfinite(values[-1])
-        last = values[-1 - MEMORY :]
-        if len(last) > MEMORY and max(last) - min(last) <= least:
-            break
+        for count, most in ((MEMORY, least), (MEMORY // 2, 0.1 * least)):
+            last = values[-1 - count :]
+            if len(last) > count and max(last) - min(last) <= most:
+                return False
     return False
 
 

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from toolkit._data import Chunk, Rows, parts_of, pieces_of, refuse_masked, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import structure_of
+from toolkit.em.covariance.structure import as_arrays, as_tensor, doubles
 from toolkit.em.engine.checks import FLOATS, check_covariance, check_finite, check_weights
 
 __all__ = [
@@ -233,17 +234,9 @@ def _moments(
     for part, weights in chunks:
         if not len(part):
             continue
-        x = part.to(torch.float64)
-        w = x.new_ones(len(x)) if weights is None else weights.to(torch.float64)
-        if weights is not None and not bool(w.all()):
-            x, w = x[w > 0], w[w > 0]
-        total = w.sum()
-        own = (w @ x) / total.clamp(min=torch.finfo(torch.float64).tiny)
-        x = x - own
-        y = x if weights is None else x * w[:, None]
-        inner = y.mT @ x if correlated else (y * x).sum(0)
-        sums = _merge(sums, (total, own, inner)) if count else (total, own, inner)
-        count += len(x)
+        own = _own_moments(part, weights, correlated)
+        sums = _merge(sums, own) if count else own
+        count += len(part) if weights is None else int((weights > 0).sum())
     weight, mean, scatter = sums
     if group is not None:
         weight, mean, scatter, counts = _merge_ranks(weight, mean, scatter, mean.new_tensor(count), group)
@@ -255,6 +248,25 @@ def _moments(
 
 
 _Sums: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+def _own_moments(part: Tensor, weights: Tensor | None, correlated: bool) -> _Sums:
+    """Return total weight, mean and scatter of a chunk; samples of weight 0 may have any value."""
+    if weights is None:
+        (samples,) = as_arrays(part.numel(), part)
+        x = doubles(samples)
+        own = x.mean(0)
+        x = x - own
+        inner = x.mT @ x if correlated else (x * x).sum(0)
+        return as_tensor(own).new_tensor(len(part)), as_tensor(own), as_tensor(inner)
+    x, w = part.to(torch.float64), weights.to(torch.float64)
+    if not bool(w.all()):
+        x, w = x[w > 0], w[w > 0]
+    total = w.sum()
+    mean = (w @ x) / total.clamp(min=torch.finfo(torch.float64).tiny)
+    x = x - mean
+    y = x * w[:, None]
+    return total, mean, y.mT @ x if correlated else (y * x).sum(0)
 
 
 def _merge(a: _Sums, b: _Sums) -> _Sums:
