@@ -183,12 +183,12 @@ def test_minibatches_come_near_the_optimum():
         first,
         x,
         optimizer=partial(Adam, lr=0.02, betas=(0.9, 0.99)),
-        steps=15 * 30,
+        steps=15 * 40,  # after 30 epochs it still rises by a hundredth of a nat an epoch
         batch_size=120,
         generator=seeded(),
         callback=lambda n, value: told.append((n, value)),
     )
-    assert [n for n, _ in told] == list(range(0, 451, 15))  # 1797 samples are 15 batches, the last of 117
+    assert [n for n, _ in told] == list(range(0, 601, 15))  # 1797 samples are 15 batches, the last of 117
     assert found.history == tuple(value for _, value in told)
     assert em.log_likelihood - found.log_likelihood < 0.01
     assert found.log_likelihood > found.history[0] + 0.05

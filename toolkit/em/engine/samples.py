@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
@@ -257,7 +258,8 @@ def _own_moments(part: Tensor, weights: Tensor | None, correlated: bool) -> _Sum
         x = doubles(samples)
         own = x.mean(0)
         x = x - own
-        inner = x.mT @ x if correlated else (x * x).sum(0)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite moments are refused where they are used
+            inner = x.mT @ x if correlated else (x * x).sum(0)
         return as_tensor(own).new_tensor(len(part)), as_tensor(own), as_tensor(inner)
     x, w = part.to(torch.float64), weights.to(torch.float64)
     if not bool(w.all()):
