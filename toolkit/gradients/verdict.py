@@ -38,7 +38,7 @@ class Verdict:
 
     Attributes:
         kind: ``"no-op"``: no gradient-carrying tensor reaches the block. ``"redundant"``: the leak is zero up to the
-            rounding of every parameter's gradient. ``"noise"``: the leak cannot be told from zero in the program's low
+            rounding of every parameter's gradient. ``"noise"``: the leak cannot be told from zero at the program's
             precision. ``"partial"``: the block changes the gradient. ``"cuts"``: some parameters have a gradient only
             while the block is open. ``"makes"``: the gradient of some parameters is zero without the block, as in a
             straight-through estimator.
