@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -181,6 +182,10 @@ def _answers(program: str, words: tuple[str, ...], asked: _Options) -> tuple[dic
 
     if asked.module is None and not Path(program).is_file():
         _stop(f"PROGRAM should be a file. Found none at {program}: check the path, or audit a module by -m.")
+    if asked.module is not None:  # its package alone, as a search for the module would run the package
+        package = asked.module.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
+            _stop(f"MODULE should be found from here. Found no {package}: check the name, or run in its parent folder.")
     script = Script(program, asked.module is not None, words[1:] if asked.module is None else words)
     question = Question(asked.step, None if asked.all_passes else asked.backward or 1, asked.continues)
     if asked.witness is not None:

@@ -145,6 +145,7 @@ def test_an_audit_that_is_not_valid_ends_with_1(program):
     ("arguments", "message"),
     [
         (["nowhere.py:make_loss"], "PROGRAM should be a file. Found none at nowhere.py: check the path"),
+        (["-m", "nowhere.at_all"], "MODULE should be found from here. Found no nowhere: check the name, or run in its"),
         ([], "PROGRAM should be a script, FILE:FUNCTION, or -m MODULE. Found none: `stopgrad audit train.py`."),
         (["program_to_audit.py:"], "PROGRAM should be a file. Found none at program_to_audit.py:: check"),
         (
