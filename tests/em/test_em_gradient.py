@@ -60,6 +60,8 @@ def test_optimisers_arrive_where_em_does(data, name):
     x, k, kind = DATA[data]
     optimizer, steps, inner_steps = OPTIMISERS[name]
     first = first_of(x, k, kind)
+    if data == "digits":  # between two maxima, in which two methods may end: five steps of EM decide for one
+        first = maximise_likelihood(first, x, accelerate="none", tol=0, max_iter=5).parameters
     em = maximise_likelihood(first, x, tol=1e-9)
     found = gradient_em(first, x, optimizer=optimizer, steps=steps, inner_steps=inner_steps)
     assert abs(found.log_likelihood - em.log_likelihood) < 1e-4
