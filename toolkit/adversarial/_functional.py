@@ -43,7 +43,7 @@ class _Direct:
 
 
 def _unhooked(_: object) -> AbstractContextManager[None]:
-    """Take the place of the hooks by which any other checkpoint drops what its forward pass computes."""
+    """Take the place of the hooks by which any other checkpoint drops the activations of its forward pass."""
     return nullcontext()
 
 

@@ -171,7 +171,7 @@ def climb_together(
     )
 
     def begin(ids: _Ints) -> tuple[_Rows, _Ints]:
-        """Return the state of fits (b,) at their starts, and those that end there."""
+        """Return the state of fits (b,) at their starts, and the fits that end there, (c,)."""
         image, value, _ = em(ids, start[ids])
         found.failed[ids] = ~_are_finite(image, value)
         for fit, one in zip(ids.tolist(), value.tolist(), strict=True):

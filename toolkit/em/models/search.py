@@ -194,7 +194,7 @@ def _groups(cells: Sequence[Cell], n_samples: int, n_features: int) -> Iterator[
 
 @dataclass
 class _Lane:
-    """The fits of one cell: the waiting ones, best first, those that go on, and the results."""
+    """The fits of one cell: indices of those that wait, best first, the number that go on, and the results."""
 
     waiting: list[int]
     failures: list[str]
@@ -222,7 +222,7 @@ class _Lane:
 
 
 class _Race:
-    """Follows the best starts of each cell, and replaces those that are refused; a `Referee`."""
+    """A `Referee` that follows the best starts of each cell and replaces refused fits."""
 
     def __init__(self, fits: Fits, short: Climbs, narrowest: float) -> None:
         self._fits, self._narrowest = fits, narrowest
