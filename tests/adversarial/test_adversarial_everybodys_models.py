@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from toolkit import adversarial as adv
 from toolkit import unblock
 from toolkit.adversarial import _functional
 
 N, D, C = 12, 6, 3
+KEEP_PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 
 
 class Checkpointed(nn.Module):
@@ -31,6 +32,13 @@ class Checkpointed(nn.Module):
         x = self.zeroth(x)
         if self.kind == "plain":
             return self.last(self.first(x))
+        if self.kind == "nested":
+            once = partial(checkpoint, self.first, use_reentrant=False)
+            return self.last(checkpoint(once, x, use_reentrant=False))
+        if self.kind == "selective":
+            return self.last(checkpoint(self.first, x, use_reentrant=False, context_fn=KEEP_PRODUCTS))
+        if self.kind == "in pieces":
+            return self.last(checkpoint_sequential(self.first, 2, x, use_reentrant=False))
         return self.last(checkpoint(self.first, x, use_reentrant=self.kind == "reentrant"))
 
 
@@ -69,10 +77,11 @@ def linear_region(model):
     return adv.llr_loss(model, x, labels, attack=partial(adv.pgd, epsilon=0.1))
 
 
+@pytest.mark.parametrize("kind", ["checkpoints", "nested", "selective", "in pieces"])
 @pytest.mark.parametrize("loss", [perturbed, opened, linear_region])
-def test_checkpoints_of_activations_do_not_change_a_gradient(loss):
+def test_checkpoints_of_activations_do_not_change_a_gradient(loss, kind):
     """They would be computed again with the weights, and in the modes, that the model has outside of the loss."""
-    expected, found = (gradients(loss, Checkpointed(kind).train()) for kind in ("plain", "checkpoints"))
+    expected, found = (gradients(loss, Checkpointed(kind).train()) for kind in ("plain", kind))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
