@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from toolkit._checks import index
 
-__all__ = ["check_generator", "own_generator", "seeded_generator", "starts_at_random"]
+__all__ = ["check_generator", "device_of", "own_generator", "seeded_generator", "starts_at_random"]
 
 
 def own_generator(generator: torch.Generator | None) -> torch.Generator:
@@ -28,6 +30,13 @@ def check_generator(generator: object) -> None:
     """Raise a TypeError unless `generator` is a torch.Generator or None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"`generator` should be a torch.Generator, or None. Found {type(generator).__name__}.")
+
+
+def device_of(generator: torch.Generator | None, like: Any) -> torch.device:
+    """Return the device on which random numbers are drawn: that of the generator, or of a tensor or an array."""
+    check_generator(generator)
+    found: torch.device = like.device if generator is None else generator.device
+    return found
 
 
 def seeded_generator(generator: torch.Generator | int | None) -> torch.Generator:

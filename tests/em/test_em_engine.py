@@ -44,7 +44,7 @@ from toolkit.em.engine.acceleration import ClimbOptions
 from toolkit.em.engine.ascent import GaussianEngine
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, climb_starts
 from toolkit.em.engine.samples import check_rows, prepare
-from toolkit.em.engine.seeding import nearest
+from toolkit.em.engine.starts import nearest
 
 F64 = torch.float64
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)

@@ -11,8 +11,7 @@ from toolkit import em
 from toolkit.em.covariance import structure, structure_of
 from toolkit.em.engine.ascent import collapsed_components
 from toolkit.em.engine.restarts import NARROWEST
-from toolkit.em.engine.seeding import lloyd, seeds
-from toolkit.em.engine.starts import choose_starts
+from toolkit.em.engine.starts import choose_starts, lloyd, seeds
 
 N_SETS = 12
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from toolkit._checks import integer
+from toolkit._random import device_of
 from toolkit.blocks import is_blocked, no_graph, variable
 from toolkit.em.engine.acceleration import Climb
 from toolkit.em.engine.checks import check_callback, check_samples
-from toolkit.em.engine.seeding import device_of
 from toolkit.em.mixture import (
     RESPONSIBILITIES,
     Family,

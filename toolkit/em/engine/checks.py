@@ -20,6 +20,7 @@ __all__ = [
     "check_matrix",
     "check_prior",
     "check_samples",
+    "check_tensor",
     "check_weights",
 ]
 
@@ -88,3 +89,13 @@ def check_covariance(covariance: Tensor) -> None:
     """Raise a ValueError unless the covariance of the samples is finite."""
     if not bool(covariance.isfinite().all()):
         raise ValueError("`x` should have a finite covariance. Found an infinite one: its values are too large.")
+
+
+def check_tensor(x: Tensor, sample_weight: Tensor | None, n_components: int, *, whole: bool = True) -> None:
+    """Raise a TypeError or ValueError unless a mixture can be fitted to the samples with their weights."""
+    check_floats(x)
+    check_matrix(x, whole=whole)
+    check_finite(x)
+    if whole and n_components > len(x):
+        raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
+    check_weights(sample_weight, len(x), allow_zeros=not whole)

@@ -23,11 +23,11 @@ from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, ClimbOptions, ranked
 from toolkit.em.engine.ascent import Fit, GaussianEngine, GaussianPrior, check_resolved, climb_each
-from toolkit.em.engine.checks import check_callback, check_prior
+from toolkit.em.engine.checks import check_callback, check_prior, check_tensor
 from toolkit.em.engine.ranks import led
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
 from toolkit.em.engine.samples import Prepared, check_rows, prepare
-from toolkit.em.engine.starts import Init, check_given, check_tensor, choose_starts
+from toolkit.em.engine.starts import Init, check_given, choose_starts
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Fit", "fit"]

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import broadcasts, number
+from toolkit._random import device_of
 from toolkit._tensors import floating, integers
 from toolkit.blocks import no_graph
 from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, Quadratics, Structure, soft_counts, structure_of
 from toolkit.em.covariance.structure import expanded
-from toolkit.em.engine.seeding import device_of
 from toolkit.em.gaussian import (
     GaussianParameters,
     from_unconstrained,

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import index, instance, number
+from toolkit._random import device_of
 from toolkit.blocks import no_graph, stop_recording
 from toolkit.em.covariance import structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING
-from toolkit.em.engine.seeding import device_of
 from toolkit.em.hmm._emissions import GaussianEmissions, draw
 from toolkit.em.hmm._engine import Engine
 from toolkit.em.hmm._logarithms import smooth, sums_over_paths

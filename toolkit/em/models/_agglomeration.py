@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit._random import device_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType
 from toolkit.em.engine.checks import check_covariance
-from toolkit.em.engine.seeding import device_of, nearest
-from toolkit.em.engine.starts import start_alike
+from toolkit.em.engine.starts import nearest, start_alike
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Agglomeration"]

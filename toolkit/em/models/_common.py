@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer
+from toolkit._random import device_of
 from toolkit.em.covariance import soft_counts
 from toolkit.em.engine.checks import check_covariance, check_finite, check_floats, check_matrix, check_weights
-from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
+from toolkit.em.engine.starts import LLOYD_STEPS, lloyd, seeds
 
 __all__ = [
     "FAR",

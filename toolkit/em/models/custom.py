@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from toolkit._checks import function, integer
+from toolkit._random import device_of
 from toolkit.blocks import carries_gradient, constants, no_graph
 from toolkit.em.components import Components
-from toolkit.em.engine.seeding import device_of
 from toolkit.em.models._common import (
     check_start,
     clamp_coordinates,

@@ -25,12 +25,21 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._random import device_of
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
 from toolkit.em.engine.checks import check_covariance, check_prior
-from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds, squared_distances
-from toolkit.em.engine.starts import Init, check_given, check_init
+from toolkit.em.engine.starts import (
+    LLOYD_STEPS,
+    Init,
+    check_given,
+    check_init,
+    distinct,
+    lloyd,
+    seeds,
+    squared_distances,
+)
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights, e_step
 from toolkit.em.models._patterns import Incomplete, MissingEngine, Moments, Pass, check_incomplete, em_step, maximise

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.special import polygamma
 
 from toolkit._checks import choice, number
+from toolkit._random import device_of
 from toolkit._tensors import tensors
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.components import Located
 from toolkit.em.covariance import Structure, structure_of
-from toolkit.em.engine.seeding import device_of
 from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, to_unconstrained
 from toolkit.em.mixture import RESPONSIBILITIES, e_step, expectation, mean
 from toolkit.em.models._common import (

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from toolkit._checks import number
+from toolkit._random import device_of
 from toolkit._tensors import tensors
 from toolkit.blocks import no_graph
 from toolkit.em.components import Components
-from toolkit.em.engine.seeding import device_of, seeds
+from toolkit.em.engine.starts import seeds
 from toolkit.em.models._common import (
     check_shape,
     check_start,
