@@ -7,8 +7,8 @@ from sklearn.metrics import adjusted_rand_score
 from values import seeded
 
 from benchmarks.em_starts import misses, programs
-from toolkit import em
-from toolkit.em.covariance import structure, structure_of
+from toolkit import _data, em
+from toolkit.em.covariance import structure_of
 from toolkit.em.engine.ascent import collapsed_components
 from toolkit.em.engine.restarts import NARROWEST
 from toolkit.em.engine.starts import choose_starts, lloyd, seeds
@@ -59,7 +59,7 @@ def test_few_samples_start_as_many_do(monkeypatch, kind, weighted):
     weights = torch.linspace(0.5, 2.0, 150, dtype=torch.float64) if weighted else None
     found = []
     for few in (2**30, 0):
-        monkeypatch.setattr(structure, "_FEW", few)
+        monkeypatch.setattr(_data, "_FEW", few)
         points = x - x.mean(0)
         chosen = seeds(points, 4, weights, seeded(), n_starts=3)
         means, labels = lloyd(points, points[chosen], 10, weights=torch.ones(150, dtype=torch.float64))

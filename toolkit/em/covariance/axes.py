@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.em.covariance.structure import Quadratics, Structure, library, raise_if_singular
+from toolkit._data import library
+from toolkit.em.covariance.structure import Quadratics, Structure, raise_if_singular
 
 __all__ = ["DIAG", "SPHERICAL"]
 

@@ -15,7 +15,8 @@ import torch
 from scipy.linalg import lapack
 from torch import Tensor
 
-from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, library, raise_if_singular
+from toolkit._data import library
+from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, raise_if_singular
 
 __all__ = ["FULL", "TIED", "are_definite", "factored", "quadratic_form", "symmetric_products"]
 

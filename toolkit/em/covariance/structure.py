@@ -12,19 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit._data import library
+
 __all__ = ["CovarianceType", "Quadratics", "Structure", "soft_counts"]
 
 CovarianceType = Literal["full", "tied", "diag", "spherical"]
-
-# Numbers in the largest array of a computation up to which NumPy is the faster: on thirty data sets it took half of
-# torch's time on average, and as long near this limit.
-_FEW = 2**17
 
 
 @dataclass(frozen=True)
@@ -40,20 +38,11 @@ class Quadratics:
     write: Callable[[Tensor, Tensor], object]
 
 
-def expanded(groups: list[Quadratics], z: Tensor) -> Tensor:
-    """Return quadratic features of samples (D, B), the features, and 1, one below the other: (F + D + 1, B)."""
-    sizes = [group.size for group in groups]
-    features = torch.cat([z.new_empty(sum(sizes), z.shape[1]), z, torch.ones_like(z[:1])])
-    for group, out in zip(groups, features.split([*sizes, len(z) + 1]), strict=False):
-        group.write(z, out)
-    return features
-
-
 class Structure(ABC):
     """The shape, the density and the M-step of the covariances of K components.
 
     Leading dimensions are batches, except where a method says (K, ...). The methods of an EM step by quadratic
-    features, of its coordinates and of a start take NumPy arrays as well: see `as_arrays`.
+    features, of its coordinates and of a start take NumPy arrays as well: see `toolkit._data.as_arrays`.
 
     Attributes:
         name: The name in the public interface.
@@ -244,32 +233,6 @@ class Structure(ABC):
     @abstractmethod
     def unpack(self, coordinates: Tensor, n_features: int) -> Tensor:
         """Return the factors at these coordinates: the inverse of `pack`."""
-
-
-def library(values: object) -> Any:
-    """Return NumPy for arrays and torch for tensors, to call the functions that have the same name in both."""
-    return np if isinstance(values, np.ndarray) else torch
-
-
-def as_arrays(size: int, *values: Tensor | None) -> list[Any]:
-    """Return the tensors, as NumPy arrays if a computation of `size` numbers is faster by NumPy's cheaper calls.
-
-    Unlike torch, NumPy warns of infinities and NaN; ``np.errstate(all="ignore")`` turns the warnings off.
-    """
-    known = [value for value in values if value is not None]
-    if size > _FEW or any(value.device.type != "cpu" or value.requires_grad for value in known):
-        return list(values)
-    return [None if value is None else value.resolve_neg().numpy() for value in values]
-
-
-def as_tensor(values: Any) -> Tensor:
-    """Return an array as a tensor, and a tensor unchanged, on its device."""
-    return values if isinstance(values, Tensor) else torch.from_numpy(values)
-
-
-def doubles(values: Any) -> Any:
-    """Return a tensor or an array in float64."""
-    return values.double() if isinstance(values, Tensor) else values.astype(np.float64, copy=False)
 
 
 def soft_counts(sums: Tensor) -> Tensor:

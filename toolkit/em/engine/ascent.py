@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit._data import Rows
+from toolkit._data import Rows, as_arrays, library
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import Structure, structure_of
 from toolkit.em.covariance.matrices import are_definite
-from toolkit.em.covariance.structure import as_arrays, library
 from toolkit.em.engine.acceleration import MEMORY, Climb, ClimbOptions, climb, climb_family
 from toolkit.em.engine.fused import maximise, rounding_error
 from toolkit.em.engine.newton import NewtonData, climb_by_newton, has_few_parameters

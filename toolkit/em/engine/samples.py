@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from toolkit._data import Chunk, Rows, parts_of, pieces_of, refuse_masked, rows_of
+from toolkit._data import Chunk, Rows, as_arrays, as_tensor, doubles, parts_of, pieces_of, refuse_masked, rows_of
 from toolkit.blocks import no_graph
-from toolkit.em.covariance import structure_of
-from toolkit.em.covariance.structure import as_arrays, as_tensor, doubles
+from toolkit.em.covariance import Quadratics, structure_of
 from toolkit.em.engine.checks import FLOATS, check_covariance, check_finite, check_weights
 
 __all__ = [
     "Prepared",
     "check_rows",
     "chunk_length",
+    "expanded",
     "gathered",
     "prepare",
     "total_over_ranks",
@@ -168,11 +168,20 @@ def gathered(data: Prepared) -> Prepared:
     return dataclasses.replace(data, is_cached=True, chunks=functools.partial(iter, [chunk]))
 
 
+def expanded(groups: list[Quadratics], z: Tensor) -> Tensor:
+    """Return quadratic features of samples (D, B), the features, and 1, one below the other: (F + D + 1, B)."""
+    sizes = [group.size for group in groups]
+    features = torch.cat([z.new_empty(sum(sizes), z.shape[1]), z, torch.ones_like(z[:1])])
+    for group, out in zip(groups, features.split([*sizes, len(z) + 1]), strict=False):
+        group.write(z, out)
+    return features
+
+
 def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:
     """Return the number of samples in a chunk that keeps the working set of a pass in the cache."""
     n_features, structure = like.shape[1], structure_of(covariance_type)
-    expanded = 1 if structure.is_shared else min(structure.n_parameters_of_one(n_features), max(n_features, 128))
-    per_sample = (expanded + 2 * n_features + 2 * n_components) * like.element_size()
+    n_quadratics = 1 if structure.is_shared else min(structure.n_parameters_of_one(n_features), max(n_features, 128))
+    per_sample = (n_quadratics + 2 * n_features + 2 * n_components) * like.element_size()
     return min(max(_CHUNK_BYTES.get(like.device.type, 2**22) // per_sample, 512), 2**20)
 
 
@@ -254,8 +263,8 @@ _Sums: TypeAlias = tuple[Tensor, Tensor, Tensor]
 def _own_moments(part: Tensor, weights: Tensor | None, correlated: bool) -> _Sums:
     """Return total weight, mean and scatter of a chunk; samples of weight 0 may have any value."""
     if weights is None:
-        (samples,) = as_arrays(part.numel(), part)
-        x = doubles(samples)
+        (x,) = as_arrays(part.numel(), part)
+        x = doubles(x)
         own = x.mean(0)
         x = x - own
         with np.errstate(over="ignore", invalid="ignore"):  # infinite moments are refused where they are used

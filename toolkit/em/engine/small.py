@@ -21,9 +21,8 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import Structure, soft_counts, structure_of
-from toolkit.em.covariance.structure import expanded
 from toolkit.em.engine.fused import accumulate, error_of_distance, expansion_error, loses_digits, maximise
-from toolkit.em.engine.samples import Prepared
+from toolkit.em.engine.samples import Prepared, expanded
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["SmallData", "SmallMixture", "is_small"]

@@ -19,10 +19,10 @@ from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._data import as_arrays, as_tensor, doubles, library
 from toolkit._random import device_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
-from toolkit.em.covariance.structure import as_arrays, as_tensor, doubles, library
 from toolkit.em.engine.checks import check_covariance, check_tensor
 from toolkit.em.gaussian import GaussianParameters
 

@@ -24,7 +24,7 @@ from toolkit._tensors import floating, integers
 from toolkit.blocks import no_graph
 from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, Quadratics, Structure, soft_counts, structure_of
-from toolkit.em.covariance.structure import expanded
+from toolkit.em.engine.samples import expanded
 from toolkit.em.gaussian import (
     GaussianParameters,
     from_unconstrained,
