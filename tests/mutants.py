@@ -259,7 +259,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_em_acceleration",
         ),
         (
-            "            value -= 0.5 * data.total_weight * distance\n",
+            "            value -= 0.5 * self.total_weight * distance\n",
             "            value -= 0.5 * distance\n",
             "test_em_small",
         ),

@@ -12,8 +12,9 @@ from toolkit.em import GaussianMixture, fit, log_likelihood
 from toolkit.em.covariance import structure_of
 from toolkit.em.engine import ascent as ascent_module
 from toolkit.em.engine import newton as newton_module
-from toolkit.em.engine.newton import NewtonData, _Point, _solved, climb_by_newton
-from toolkit.em.engine.small import SmallMixture
+from toolkit.em.engine.newton import _Point, _solved, climb_by_newton
+from toolkit.em.engine.samples import prepare
+from toolkit.em.engine.small import SmallData, SmallMixture
 from toolkit.em.engine.starts import choose_starts
 from toolkit.em.gaussian import GaussianParameters
 
@@ -21,10 +22,18 @@ kinds = pytest.mark.parametrize("kind", ["full", "diag"])
 F64 = torch.float64
 
 
+def _data(x, kind="full", weights=None, ridge=0.0):
+    """Return samples in their own coordinates."""
+    weights = None if weights is None else torch.from_numpy(weights)
+    framed = prepare(x, kind, 3, sample_weight=weights).as_samples()
+    data = dataclasses.replace(framed, chunks=lambda: iter([(x.mT, weights)]))
+    return SmallData(data, structure_of(kind), 3, ridge)
+
+
 def _point(kind, weights=None, ridge=0.0):
     x = samples(40)
     (first,) = choose_starts(x, None, 3, 1, covariance_type=kind, init="kmeans", reg_covar=0.1, generator=seeded(1))
-    data = NewtonData(x.mT.contiguous().numpy(), weights, ridge, structure_of(kind))
+    data = _data(x, kind, weights, ridge)
     return x, first, data, _Point(data, SmallMixture.of(first))
 
 
@@ -77,7 +86,7 @@ def test_a_short_step_gains_the_product_with_the_gradient(kind):
     _, gradient = point.model()
     direction = torch.randn(len(gradient), generator=seeded(3), dtype=F64).numpy()
     ahead, back = (_Point(data, point.moved(sign * 1e-4 * direction)).value for sign in (1, -1))
-    assert (ahead - back) / 2e-4 == pytest.approx(float(direction @ gradient) / data.total, rel=1e-5, abs=1e-7)
+    assert (ahead - back) / 2e-4 == pytest.approx(float(direction @ gradient) / data.total_weight, rel=1e-5, abs=1e-7)
 
 
 @kinds
@@ -131,7 +140,7 @@ def test_the_last_step_is_a_whole_one(monkeypatch):
             x, None, 3, 1, covariance_type="full", init="kmeans", reg_covar=1e-2, generator=seeded(seed)
         )
         damped.clear()
-        data = NewtonData(x.mT.contiguous().numpy(), None, 0.0, structure_of("full"))
+        data = _data(x)
         options = {"tol": 0.1, "max_iter": 100, "rounding": 1e-13, "allows": lambda _: True}
         assert climb_by_newton(data, SmallMixture.of(first), **options).converged
         assert max(damped) > 0
@@ -167,12 +176,11 @@ def test_where_the_model_does_not_hold_the_fit_goes_on_without_it():
     (first,) = choose_starts(x, None, 2, 1, covariance_type="full", init="kmeans", reg_covar=1e-6, generator=seeded(1))
     empty = dataclasses.replace(first, log_weights=torch.tensor([0.0, -torch.inf], dtype=F64))
     everywhere = {"tol": 1e-6, "max_iter": 50, "rounding": 1e-13, "allows": lambda _: True}
-    z = x.mT.contiguous().numpy()
     for mixture, ridge in ((empty, 0.0), (first, 1.0)):
-        data = NewtonData(z, None, ridge, structure_of("full"))
+        data = _data(x, ridge=ridge)
         found = climb_by_newton(data, SmallMixture.of(mixture), **everywhere)
         assert (found.converged, found.n_iter) == (False, 0)
-    data = NewtonData(z, None, 0.0, structure_of("full"))
+    data = _data(x)
     found = climb_by_newton(data, SmallMixture.of(first), **{**everywhere, "tol": 0.0, "allows": lambda _: False})
     assert not found.converged
     assert found.log_likelihood == found.history[0]

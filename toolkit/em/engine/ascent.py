@@ -22,7 +22,7 @@ from toolkit.em.covariance import Structure, structure_of
 from toolkit.em.covariance.matrices import are_definite
 from toolkit.em.engine.acceleration import MEMORY, Climb, ClimbOptions, climb, climb_family
 from toolkit.em.engine.fused import maximise, rounding_error
-from toolkit.em.engine.newton import NewtonData, climb_by_newton, has_few_parameters
+from toolkit.em.engine.newton import climb_by_newton, has_few_parameters
 from toolkit.em.engine.ranks import pass_over_ranks
 from toolkit.em.engine.restarts import Mixtures, heats
 from toolkit.em.engine.rounding import ROUNDING
@@ -156,7 +156,7 @@ class GaussianEngine:
                     chosen.callback(n_iter, value - log_volume)
 
             found = climb_by_newton(
-                NewtonData(*small.samples, small.ridge_array, structure),
+                small,
                 there,
                 tol=chosen.tol,
                 max_iter=chosen.max_iter,

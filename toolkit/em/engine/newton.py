@@ -20,9 +20,9 @@ from scipy.linalg import lapack
 
 from toolkit.em.covariance import Structure
 from toolkit.em.engine.acceleration import Climb
-from toolkit.em.engine.small import SmallMixture
+from toolkit.em.engine.small import SmallData, SmallMixture
 
-__all__ = ["NewtonData", "climb_by_newton", "has_few_parameters"]
+__all__ = ["climb_by_newton", "has_few_parameters"]
 
 # The most parameters of a mixture, and numbers in the matrix (P, N). On thirty data sets a step with 100 parameters
 # took as long as four EM steps, and saved six.
@@ -64,23 +64,6 @@ def has_few_parameters(structure: Structure, n_components: int, n_features: int,
     return n_parameters <= min(_PARAMETERS, _NUMBERS // n_samples)
 
 
-class NewtonData:
-    """Samples, and the log-likelihood of mixtures on them.
-
-    Args:
-        z: (D, N).
-        weights: (N,), or None if all are 1.
-        ridge: Added to every variance, or a matrix (D, D) that is added to every covariance.
-        structure: Full or diag.
-    """
-
-    def __init__(self, z: Any, weights: Any, ridge: Any, structure: Structure) -> None:
-        self.z, self.weights, self.structure = z, weights, structure
-        self.total = float(z.shape[1]) if weights is None else float(weights.sum())
-        self.ridge = ridge if isinstance(ridge, np.ndarray) and ridge.ndim == 2 else ridge * np.eye(len(z))
-        self.products = _products(len(z), structure.is_matrix)
-
-
 class _Point:
     """A mixture, its log-likelihood in nats per sample, and on demand the quadratic model of it.
 
@@ -91,8 +74,9 @@ class _Point:
     ``w_n``.
     """
 
-    def __init__(self, data: NewtonData, mixture: SmallMixture) -> None:
-        self.samples, self.mixture = data, mixture
+    def __init__(self, data: SmallData, mixture: SmallMixture) -> None:
+        self._data, self.mixture = data, mixture
+        self._products = _products(len(data.z), data.structure.is_matrix)
         factor = mixture.factor if data.structure.is_matrix else _matrices(mixture.factor)
         self._factor, self._transposed = factor, factor.transpose(0, 2, 1)
         self._y = self._transposed @ data.z
@@ -107,11 +91,11 @@ class _Point:
         self._responsibilities = joint
         found = np.log(densities) + peak
         total = float(found.sum() if data.weights is None else found @ data.weights)
-        self.value = total / data.total - 0.5 * len(data.z) * math.log(2 * math.pi)
+        self.value = total / data.total_weight - 0.5 * len(data.z) * math.log(2 * math.pi)
 
     def model(self) -> tuple[Any, Any] | None:
         """Return minus the Hessian (P, P) and the gradient (P,), in units of the complete data; None if undefined."""
-        data, (i, j, variances) = self.samples, self.samples.products
+        data, (i, j, variances) = self._data, self._products
         (k, d, n), shares = self._y.shape, np.exp(self.mixture.log_weights)
         u = np.empty((k, 1 + d + len(i), n))
         u[:, 0] = 1.0
@@ -122,11 +106,11 @@ class _Point:
         weighted = w if data.weights is None else w * data.weights
         gradient = weighted.sum(2)
         counts = gradient[:, :1].copy()
-        gradient[:, 0] -= data.total * shares
+        gradient[:, 0] -= data.total_weight * shares
         added = self._transposed @ data.ridge @ self._factor
         gradient[:, 1 + d :] += counts * added[:, i, j]
         complete = np.empty_like(gradient)
-        complete[:, 0] = data.total * shares
+        complete[:, 0] = data.total_weight * shares
         complete[:, 1 : 1 + d] = counts
         complete[:, 1 + d :] = counts * variances
         if not complete.min() > 0 or added.diagonal(0, 1, 2).max() > _RIDGE:
@@ -143,7 +127,7 @@ class _Point:
 
     def moved(self, step: Any) -> SmallMixture:
         """Return the mixture at a step (P,) in units of the complete data."""
-        (i, j, _), means = self.samples.products, self.mixture.means
+        (i, j, _), means = self._products, self.mixture.means
         (k, d), parts = means.shape, (step * self._scale).reshape(len(means), -1)
         raised = self.mixture.log_weights + parts[:, 0]
         raised -= raised.max()
@@ -158,13 +142,13 @@ class _Point:
         return SmallMixture(
             log_weights=raised - np.log(np.exp(raised).sum()),
             means=means + shifts,
-            factor=factor if self.samples.structure.is_matrix else factor.diagonal(0, 1, 2).copy(),
-            structure=self.samples.structure,
+            factor=factor if self._data.structure.is_matrix else factor.diagonal(0, 1, 2).copy(),
+            structure=self._data.structure,
         )
 
 
 def climb_by_newton(
-    data: NewtonData,
+    data: SmallData,
     start: SmallMixture,
     *,
     tol: float,
@@ -178,7 +162,7 @@ def climb_by_newton(
     The prediction counts only where the model is concave, so that a fit does not end at a saddle point.
 
     Args:
-        data: The samples.
+        data: The samples; the structure is full or diag.
         start: Where to start.
         tol: Nats per sample.
         max_iter: The most evaluations after the one at the start.
@@ -204,7 +188,7 @@ def climb_by_newton(
             information, gradient = found
             least = max(tol, rounding * (1 + abs(here.value)))
             step = _solved(information, gradient, 0.0)
-            whole = math.inf if step is None else 0.5 * float(gradient @ step) / data.total
+            whole = math.inf if step is None else 0.5 * float(gradient @ step) / data.total_weight
             if whole <= _MARGIN * least:
                 return Climb(here.mixture, here.value, True, n_iter, tuple(history))
             damping = 0.0 if whole <= least else damping
@@ -216,7 +200,7 @@ def climb_by_newton(
                 if step is None:
                     damping = max(_GROWTH * damping, _FIRST)
                     continue
-                predicted = float(gradient @ step - 0.5 * step @ information @ step) / data.total
+                predicted = float(gradient @ step - 0.5 * step @ information @ step) / data.total_weight
                 n_iter += 1
                 there = _point(data, here, step, allows)
                 gain = -math.inf if there is None else there.value - here.value
@@ -236,7 +220,7 @@ def climb_by_newton(
                 damping = damping / _GROWTH if damping > _FIRST / _GROWTH else 0.0
 
 
-def _point(data: NewtonData, here: _Point, step: Any, allows: Callable[[SmallMixture], bool]) -> _Point | None:
+def _point(data: SmallData, here: _Point, step: Any, allows: Callable[[SmallMixture], bool]) -> _Point | None:
     """Return the point at the end of a step, or None where there is none."""
     try:
         mixture = here.moved(step)

@@ -119,15 +119,24 @@ class SmallData:
         structure: That of the covariances.
         n_components: K.
         ridge: Added to every variance, or a matrix (D, D) that is added to every covariance.
+
+    Attributes:
+        structure: That of the covariances.
+        z: (D, N).
+        weights: (N,), or None if all are 1.
+        total_weight: The sum of the weights.
+        ridge: (D, D), which is added to every covariance.
     """
 
     def __init__(self, data: Prepared, structure: Structure, n_components: int, ridge: Tensor | float) -> None:
         self._prepared, self.structure, self._scatter = data, structure, _array(data.scatter)
-        self.ridge, self._ridge = ridge, _array(ridge) if isinstance(ridge, Tensor) else ridge
+        self._ridge, self._added = ridge, _array(ridge) if isinstance(ridge, Tensor) else ridge
         ((z, weights),) = data.chunks()
-        self._weights = None if weights is None else weights.double().numpy()
-        self.samples, self.ridge_array = (_array(z.double()), self._weights), self._ridge
-        self._features = _array(expanded(structure.quadratics(len(z), _FEATURES), z.double()))
+        z = z.double()
+        self.z, self.weights = _array(z), None if weights is None else weights.double().numpy()
+        self.total_weight = data.total_weight
+        self.ridge = self._added if isinstance(ridge, Tensor) else ridge * np.eye(len(z))
+        self._features = _array(expanded(structure.quadratics(len(z), _FEATURES), z))
         self._joint = np.empty((n_components, z.shape[1]))
 
     def em(self, mixture: SmallMixture) -> tuple[SmallMixture, float]:
@@ -140,12 +149,12 @@ class SmallData:
         distance = float(structure.squared_distances(mixture.factor, self._scatter).max())
         if loses_digits(distance):
             moments = accumulate(mixture.as_gaussian(), data)
-            return SmallMixture.of(maximise(moments, data, structure.name, self.ridge)), float(moments.log_likelihood)
+            return SmallMixture.of(maximise(moments, data, structure.name, self._ridge)), float(moments.log_likelihood)
         with np.errstate(all="ignore"):
             sums, value = self._sums(mixture)
         if structure.is_shared:
-            value -= 0.5 * data.total_weight * distance
-        return self._maximised(sums), float(value / data.total_weight)
+            value -= 0.5 * self.total_weight * distance
+        return self._maximised(sums), float(value / self.total_weight)
 
     def em_of_several(self, mixtures: SmallMixture) -> tuple[Any, Any, Any]:
         """Take an EM step of R mixtures: the sums of all are one product.
@@ -154,7 +163,7 @@ class SmallData:
             The coordinates after it (R, P), NaN where a covariance becomes singular; the log-likelihoods before it
             (R,), nats per sample; and bounds of their rounding errors (R,).
         """
-        n, total, structure = len(mixtures.means), self._prepared.total_weight, self.structure
+        n, total, structure = len(mixtures.means), self.total_weight, self.structure
         distances = np.asarray(structure.squared_distances(mixtures.factor, self._scatter)).reshape(n, -1).max(1)
         positions, values = mixtures.position(), np.full(n, math.nan)
         near = np.array([not loses_digits(distance) for distance in distances.tolist()])
@@ -196,8 +205,8 @@ class SmallData:
         np.exp(joint, out=joint)
         densities = joint.sum(-2)
         log_densities = np.log(densities) + peak
-        joint *= (1 / densities if self._weights is None else self._weights / densities)[..., None, :]
-        value = log_densities.sum(-1) if self._weights is None else log_densities @ self._weights
+        joint *= (1 / densities if self.weights is None else self.weights / densities)[..., None, :]
+        value = log_densities.sum(-1) if self.weights is None else log_densities @ self.weights
         rows, starts = joint.reshape(-1, joint.shape[-1]), range(0, joint.shape[-1], _SAMPLES)
         sums: Any = sum(rows[:, i : i + _SAMPLES] @ features[:, i : i + _SAMPLES].T for i in starts)
         return sums.reshape(*theta.shape[:-1], -1), value
@@ -209,13 +218,13 @@ class SmallData:
         # An empty component is put at the centre.
         means: Any = np.where(sums[..., -1:] < counts, 0.0, sums[..., -n_features - 1 : -1] / counts)
         if structure.is_shared:
-            second: Any = self._prepared.total_weight * self._scatter
+            second: Any = self.total_weight * self._scatter
         else:
             second = structure.second_moments(sums[..., : -n_features - 1], n_features)
         scatter = second - structure.products(counts * means, means)
         covariances = structure.estimate(scatter, counts.repeat(n_features, -1))
         log_weights = np.log(counts[..., 0] / counts.sum(-2))
-        factor = structure.factor(structure.regularise(covariances, self._ridge))
+        factor = structure.factor(structure.regularise(covariances, self._added))
         return SmallMixture(log_weights, means, factor, structure)
 
 
