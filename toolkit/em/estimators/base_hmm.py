@@ -83,9 +83,9 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
             transition=concentration("transmat_prior", self.transmat_prior),
         )
 
-    def _shape(self, samples: Tensor) -> Tensor:
+    def _shape(self, x: Tensor) -> Tensor:
         """Return drawn data in the shape that `fit` takes."""
-        return samples
+        return x
 
     # --- fit ---
 

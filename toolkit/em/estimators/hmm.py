@@ -292,5 +292,5 @@ class CategoricalHMM(BaseHMM):
         emission = concentration("emissionprob_prior", self.emissionprob_prior)
         return hmm.DirichletPrior(start=prior.start, transition=prior.transition, emission=emission)
 
-    def _shape(self, samples: Tensor) -> Tensor:
-        return samples[:, None]
+    def _shape(self, x: Tensor) -> Tensor:
+        return x[:, None]

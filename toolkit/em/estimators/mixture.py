@@ -471,12 +471,12 @@ class GaussianMixture(OnlineMixture):
             if chunks.n_samples < 2:
                 raise ValueError(f"`X` should have at least 2 samples. Found {chunks.n_samples}.")
             return Data(chunks.rows, None, sampled, weights, chunks.form, chunks.n_samples)
-        samples, form = read(self, x, reset=True, missing=bool(self.missing), least=2, hint=self._hint)
-        weights = read_weights(sample_weight, len(samples), samples)
+        x, form = read(self, x, reset=True, missing=bool(self.missing), least=2, hint=self._hint)
+        weights = read_weights(sample_weight, len(x), x)
         if weights is not None and not bool(weights.all()):
             # A sample of weight 0 does not count, not even for the start.
-            samples, weights = samples[weights > 0], weights[weights > 0]
-        return Data(samples, weights, *choose(samples, weights, _SAMPLED, generator), form, len(samples))
+            x, weights = x[weights > 0], weights[weights > 0]
+        return Data(x, weights, *choose(x, weights, _SAMPLED, generator), form, len(x))
 
     def _engine(self, data: Data) -> Engine:
         n_components, reg_covar = int(self.n_components), float(self.reg_covar)

@@ -126,13 +126,13 @@ class DistributionMixture(Components):
         """
         check_start(x, n_components, sample_weight)
         function("guess", guess, "the samples of one component")
-        points = x if x.is_floating_point() else x.double()
-        if not bool(points.isfinite().all()):
+        x = x if x.is_floating_point() else x.double()
+        if not bool(x.isfinite().all()):
             raise ValueError("`x` should be finite. Found infinite or missing values.")
-        labels, weights = partition(points, n_components, sample_weight, generator)
-        counts = torch.zeros_like(points[:n_components, 0]).index_add(0, labels, weights)
+        labels, weights = partition(x, n_components, sample_weight, generator)
+        counts = torch.zeros_like(x[:n_components, 0]).index_add(0, labels, weights)
         # A part can be empty if samples are equal; all samples then stand in for it.
-        parts = [points[labels == k] if bool((labels == k).any()) else points for k in range(n_components)]
+        parts = [x[labels == k] if bool((labels == k).any()) else x for k in range(n_components)]
         guesses = [guess(part) for part in parts]
         return cls(
             log_weights=shares(counts.clamp(min=1e-3 * float(counts.mean()))),

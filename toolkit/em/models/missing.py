@@ -378,13 +378,13 @@ def start_missing(
     x = x[here].double()
     seen = (~x.isnan()).to(x.dtype)
     centre = x.nanmean(0)
-    points = (x - centre).nan_to_num(0.0)
-    weights = torch.ones_like(points[:, 0])
-    means = _first_means(points, seen, weights, n_components, init, generator)
-    found = lloyd(points, means[None], LLOYD_STEPS if init == "kmeans" else 0, weights=weights, seen=seen)
+    x = (x - centre).nan_to_num(0.0)
+    weights = torch.ones_like(x[:, 0])
+    means = _first_means(x, seen, weights, n_components, init, generator)
+    found = lloyd(x, means[None], LLOYD_STEPS if init == "kmeans" else 0, weights=weights, seen=seen)
     means, nearest = found[0][0], found[1][0]
     shares = nearest.bincount(minlength=n_components).clamp(min=1).to(x.dtype)
-    covariance = _covariance_of_seen(seen * (points - means[nearest]), seen)
+    covariance = _covariance_of_seen(seen * (x - means[nearest]), seen)
     check_covariance(covariance)
     structure = structure_of(covariance_type)
     regularised = structure.regularise(structure.restrict(covariance), reg_covar)
@@ -397,7 +397,7 @@ def start_missing(
 
 
 def _first_means(
-    points: Tensor,
+    x: Tensor,
     seen: Tensor,
     weights: Tensor,
     n_components: int,
@@ -407,14 +407,14 @@ def _first_means(
     """Return samples as means (K, D); their missing values are the means of the samples that are nearest to them."""
     check_init(init)
     if init == "random_from_data":
-        chosen = distinct(points, weights, n_components, generator)
+        chosen = distinct(x, weights, n_components, generator)
     else:
-        chosen = seeds(points, n_components, weights, generator, seen=seen)[0]
-    nearest = squared_distances(points, chosen[None], seen)[0].argmin(0)
-    own = torch.nn.functional.one_hot(nearest, n_components).to(points).mT
+        chosen = seeds(x, n_components, weights, generator, seen=seen)[0]
+    nearest = squared_distances(x, chosen[None], seen)[0].argmin(0)
+    own = torch.nn.functional.one_hot(nearest, n_components).to(x).mT
     counts = own @ seen
-    filled = torch.where(counts > 0, own @ points / counts, 0.0)
-    return torch.where(seen[chosen] > 0, points[chosen], filled)
+    filled = torch.where(counts > 0, own @ x / counts, 0.0)
+    return torch.where(seen[chosen] > 0, x[chosen], filled)
 
 
 def impute(parameters: GaussianParameters, x: Tensor) -> Tensor:

@@ -34,18 +34,18 @@ def product(observed: Tensor | None, table: Tensor) -> Tensor:
 
 def filled(x: Tensor, sample_weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return floating-point samples with missing entries replaced by the features' means, and the samples' weights."""
-    points = x.to(float_type(x))
-    weights = torch.ones_like(points[:, 0]) if sample_weight is None else sample_weight.to(points)
-    missing = points.isnan()
+    x = x.to(float_type(x))
+    weights = torch.ones_like(x[:, 0]) if sample_weight is None else sample_weight.to(x)
+    missing = x.isnan()
     there = weights[:, None] * (~missing)
     total = there.sum(0)
-    means = (there * points.masked_fill(missing, 0.0)).sum(0) / torch.where(total > 0, total, 1.0)
-    return torch.where(missing, means, points), weights
+    means = (there * x.masked_fill(missing, 0.0)).sum(0) / torch.where(total > 0, total, 1.0)
+    return torch.where(missing, means, x), weights
 
 
-def weighted_mean(points: Tensor, weights: Tensor) -> Tensor:
+def weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
     """Return the means of the features, (D,)."""
-    return (weights[:, None] * points).sum(0) / weights.sum()
+    return (weights[:, None] * x).sum(0) / weights.sum()
 
 
 def equal_log_weights(n: int, like: Tensor) -> Tensor:

@@ -118,12 +118,12 @@ class BernoulliMixture(Components):
         """
         n_components = check_start(x, n_components, sample_weight)
         _check_binary(x)
-        points, weights = filled(x, sample_weight)
-        middle = 0.25 + 0.5 * weighted_mean(points, weights)  # away from 0 and 1, where a probability would stay
-        chosen = points[seeds(points, n_components, weights, generator)[0]]
+        x, weights = filled(x, sample_weight)
+        middle = 0.25 + 0.5 * weighted_mean(x, weights)  # away from 0 and 1, where a probability would stay
+        chosen = x[seeds(x, n_components, weights, generator)[0]]
         probabilities = (1 - SEED) * middle + SEED * (0.25 + 0.5 * chosen)
         return cls(
-            log_weights=equal_log_weights(n_components, points), logits=probabilities.logit(), pseudo_count=pseudo_count
+            log_weights=equal_log_weights(n_components, x), logits=probabilities.logit(), pseudo_count=pseudo_count
         )
 
     @property

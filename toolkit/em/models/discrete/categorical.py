@@ -135,14 +135,14 @@ class CategoricalMixture(Components):
             n_categories = _largest_codes(x)
         sizes = tuple(n_categories)
         _check_codes(x, sizes)
-        points, weights = filled(_one_hot(_codes(x, sizes), sizes, float_type(x)), sample_weight)
+        indicators, weights = filled(_one_hot(_codes(x, sizes), sizes, float_type(x)), sample_weight)
         # Half a sample of each category keeps a probability from 0, where it would stay.
-        middle = _normalised(points.mT @ weights.to(points) + 0.5, sizes)
-        chosen = points[seeds(points, n_components, weights, generator)[0]]
+        middle = _normalised(indicators.mT @ weights.to(indicators) + 0.5, sizes)
+        chosen = indicators[seeds(indicators, n_components, weights, generator)[0]]
         uniform = _normalised(torch.ones_like(middle), sizes)
         rows = SEED * chosen + (1 - SEED) * (0.5 * middle + 0.5 * uniform)
         return cls(
-            log_weights=equal_log_weights(n_components, points),
+            log_weights=equal_log_weights(n_components, indicators),
             log_probabilities=_normalised(rows, sizes).log(),
             n_categories=sizes,
             pseudo_count=pseudo_count,

@@ -138,11 +138,11 @@ class PoissonMixture(Components):
         """
         n_components = check_start(x, n_components, sample_weight)
         _check_counts(x)
-        points, weights = filled(x, sample_weight)
-        middle = weighted_mean(points, weights)
-        chosen = points[seeds(points.sqrt(), n_components, weights, generator)[0]]
+        x, weights = filled(x, sample_weight)
+        middle = weighted_mean(x, weights)
+        chosen = x[seeds(x.sqrt(), n_components, weights, generator)[0]]
         return cls(
-            log_weights=equal_log_weights(n_components, points),
+            log_weights=equal_log_weights(n_components, x),
             log_rates=log_of((1 - SEED) * middle + SEED * chosen),
             pseudo_count=pseudo_count,
             prior_rates=torch.where(middle > 0, middle, 1.0) if pseudo_count else None,
