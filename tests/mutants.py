@@ -217,13 +217,13 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("n_parameters * math.log(n_samples)", "2 * n_parameters", "test_em_selection"),
         (
-            "if not abs(value - fit.log_likelihood) <= _LOST * (1 + abs(fit.log_likelihood)):",
-            "if False:",
+            "return None if abs(value - found.log_likelihood) <= _LOST * (1 + abs(found.log_likelihood)) else value",
+            "return None",
             "test_em_selection",
         ),
         (
-            "densities[weights > 0] @ weights[weights > 0] / weights.sum()",
-            "densities @ weights",
+            "densities[weights > 0] @ weights[weights > 0].double()",
+            "densities @ weights.double()",
             "test_em_selection",
         ),
         ("torch.where(present, soft_counts(counts[..., 0]), 0.0)", "soft_counts(counts[..., 0])", "test_em_together"),

@@ -33,7 +33,16 @@ from toolkit.em.engine.together import climb_together
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.mixture import log_density
 
-__all__ = ["Engine", "Fit", "GaussianEngine", "GaussianPrior", "check_resolved", "climb_each", "collapsed_components"]
+__all__ = [
+    "Engine",
+    "Fit",
+    "GaussianEngine",
+    "GaussianPrior",
+    "check_resolved",
+    "climb_each",
+    "collapsed_components",
+    "lost_value",
+]
 
 # The result of a fit, with the mixture in the data's floating-point type, or in float64.
 Fit: TypeAlias = Climb[GaussianParameters]
@@ -402,19 +411,25 @@ def check_resolved(found: Fit, rows: Rows, data: Prepared) -> None:
     rounding = torch.finfo(data.dtype).eps / _HIDDEN
     if float(structure.squared_distances(factor, data.scatter).max()) * rounding**2 < 1:
         return
-    total = weight = 0.0
-    for part, weights in rows(2**14):
-        densities = log_density(mixture, part.to(torch.float64))
-        total += float(densities.sum() if weights is None else densities[weights > 0] @ weights[weights > 0].double())
-        weight += float(len(part) if weights is None else weights.sum())
-    value = total / max(weight, math.ulp(0.0))
-    if not abs(value - found.log_likelihood) <= _LOST * (1 + abs(found.log_likelihood)):
+    value = lost_value(found, rows)
+    if value is not None:
         advice = "remove the outlier" + (", or use float64." if data.dtype == torch.float32 else ".")
         raise ValueError(
             "`x` should have no outlier beside which the differences of the other samples are lost to rounding. Found "
             f"a fit of log-likelihood {found.log_likelihood:.6g} by rounded samples, and {value:.6g} by the samples "
             f"themselves: {advice}"
         )
+
+
+def lost_value(found: Climb[Any], rows: Rows) -> float | None:
+    """Return the log-likelihood of the samples, nats per sample, if rounding made that of a fit another; else None."""
+    mixture, total, weight = found.parameters.to(torch.float64), 0.0, 0.0
+    for part, weights in rows(2**14):
+        densities = log_density(mixture, part.to(torch.float64))
+        total += float(densities.sum() if weights is None else densities[weights > 0] @ weights[weights > 0].double())
+        weight += float(len(part) if weights is None else weights.sum())
+    value = total / max(weight, math.ulp(0.0))
+    return None if abs(value - found.log_likelihood) <= _LOST * (1 + abs(found.log_likelihood)) else value
 
 
 def _swallows(ridge: Tensor | float) -> bool:

@@ -29,10 +29,12 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, function, instance, integer, number
+from toolkit._data import rows_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.covariance.models import COVARIANCE_MODELS, CovarianceModel, model_of, n_free_parameters
 from toolkit.em.engine.acceleration import Accelerate, ClimbOptions
+from toolkit.em.engine.ascent import lost_value
 from toolkit.em.engine.restarts import NARROWEST
 from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
@@ -45,10 +47,6 @@ __all__ = ["Candidate", "Criterion", "Selection", "aic", "bic", "icl", "select",
 
 Criterion = Literal["bic", "aic", "icl"]
 Verdict = Literal["sound", "spike", "singular"]
-
-# A log-likelihood of the samples as they are may differ by this from that of a fit, in units of 1 nat and its size. An
-# outlier, beside which rounding makes other samples one, causes a far larger difference.
-_LOST = 0.1
 
 
 def aic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
@@ -402,8 +400,7 @@ def _candidate(
     if fit is None:
         return dataclasses.replace(singular, n_refused=found.n_refused, note=found.failures[-1])
     mixture = fit.parameters
-    value = _log_likelihood(mixture, x, sample_weight)
-    if not abs(value - fit.log_likelihood) <= _LOST * (1 + abs(fit.log_likelihood)):
+    if lost_value(fit, rows_of(x, sample_weight)) is not None:
         note = "the differences of samples are lost to rounding beside an outlier: remove it"
         return dataclasses.replace(singular, n_refused=found.n_refused, note=note)
     narrow = spikes(mixture, narrowest)
@@ -422,12 +419,3 @@ def _candidate(
         note=f"far narrower than the others: component {', '.join(map(str, narrow))}" if narrow else "",
         parameters=mixture.to(x.dtype),
     )
-
-
-def _log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None) -> float:
-    """Return the log-likelihood in nats per sample, of the samples as they are and not as a fit has rounded them."""
-    densities = mixture.log_joint(x.to(torch.float64)).logsumexp(1)
-    if sample_weight is None:
-        return float(densities.mean())
-    weights = sample_weight.to(densities)
-    return float(densities[weights > 0] @ weights[weights > 0] / weights.sum())
