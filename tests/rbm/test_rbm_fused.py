@@ -311,6 +311,11 @@ def test_a_clear_error(options, message):
         FusedTrainer(_rbm("bernoulli"), batch_size=5, steps=1, **options)
 
 
+def test_inverse_temperatures_are_numbers():
+    with pytest.raises(TypeError, match=r"`inverse_temperatures` should be a tensor or a list of numbers\. Found str"):
+        FusedTrainer(_rbm("bernoulli"), batch_size=5, steps=1, chains=CHAINS, inverse_temperatures="0, 1")
+
+
 def test_arrays_are_no_data_of_a_step():
     trainer = FusedTrainer(_rbm("bernoulli"), batch_size=5, steps=1, inverse_temperatures=[0, 1], chains=CHAINS.numpy())
     with pytest.raises(TypeError, match=r"`data` should be a tensor\. Found ndarray"):

@@ -152,7 +152,7 @@ def parallel_tempering(
     choice("swaps", swaps, get_args(Swaps))
     joint = joint_of(rbm)
     unit = unit_of(chain, None, joint)
-    betas = _check_temperatures(inverse_temperatures, joint)
+    betas = rising_temperatures(inverse_temperatures).to(joint.weights)
     reference = _check_reference(reference, joint)
     check_state(state, len(betas), joint)
     visible_layer, hidden_layer = _tempered_layers(joint, betas, reference)
@@ -209,7 +209,7 @@ def swap_probabilities(
         torch.Size([2, 4])
     """
     joint = joint_of(rbm)
-    betas = _check_temperatures(inverse_temperatures, joint)
+    betas = rising_temperatures(inverse_temperatures).to(joint.weights)
     reference = _check_reference(reference, joint)
     with no_graph():
         return _joint_probabilities(joint, betas, visible, hidden, joint.to_hidden(visible), reference)
@@ -443,12 +443,15 @@ def as_temperatures(inverse_temperatures: Tensor | Sequence[float]) -> Tensor:
         raise TypeError(f"`inverse_temperatures` should be a tensor or a list of numbers. Found {found}.") from None
 
 
-def _check_temperatures(inverse_temperatures: Tensor | Sequence[float], joint: Joint) -> Tensor:
+def rising_temperatures(
+    inverse_temperatures: Tensor | Sequence[float], *, last: Literal["1", "1 or less"] = "1 or less"
+) -> Tensor:
+    """Return inverse temperatures as float64; raise a ValueError unless they increase from 0 or more to `last`."""
     betas = as_temperatures(inverse_temperatures)
-    increases = betas.ndim == 1 and len(betas) > 0 and bool((betas.diff() > 0).all())
-    if not increases or not float(betas[0]) >= 0 or not float(betas[-1]) <= 1:
-        raise ValueError(f"`inverse_temperatures` should increase from 0 or more to 1 or less. Found {betas.tolist()}.")
-    return betas.to(joint.weights)
+    increases = betas.ndim == 1 and len(betas) > 0 and float(betas[0]) >= 0 and bool((betas.diff() > 0).all())
+    if not increases or not float(betas[-1]) <= 1 or (last == "1" and float(betas[-1]) != 1):
+        raise ValueError(f"`inverse_temperatures` should increase from 0 or more to {last}. Found {betas.tolist()}.")
+    return betas
 
 
 def _check_reference(reference: Tensor | None, joint: Joint) -> Tensor | None:

@@ -72,10 +72,11 @@ def parameters_of(rbm: RBM) -> tuple[Tensor, Tensor, Tensor]:
 class Kernel(ABC):
     """The interface between kernels and a trainer."""
 
-    n_chains: int
-    """M; 0 if the chains start at the data."""
-
-    _swaps: Swaps | None
+    def __init__(self, rbm: RBM, steps: int, states: Tensor | None, betas: Tensor | None) -> None:
+        self._rbm, self._steps = rbm, steps
+        self.n_chains = 0 if states is None else states.shape[-2]  # M; 0 if the chains start at the data
+        several = betas is not None and len(betas) > 1
+        self._swaps = Swaps(betas.to(rbm.weights), self.n_chains) if betas is not None and several else None
 
     @property
     @abstractmethod
@@ -174,9 +175,8 @@ class BernoulliKernel(Kernel):
         reference: Tensor | None,
         product_dtype: torch.dtype | None,
     ) -> None:
-        self._rbm, self._steps, self._persistent = rbm, steps, states is not None
-        like = rbm.weights
-        self.n_chains = 0 if states is None else states.shape[-2]
+        super().__init__(rbm, steps, states, betas)
+        self._persistent, like = states is not None, rbm.weights
         self._shape = None if states is None else states.shape
         negatives = batch_size if states is None else states.shape.numel() // rbm.n_hidden
         self._others = 0 if states is None else negatives - self.n_chains
@@ -188,12 +188,8 @@ class BernoulliKernel(Kernel):
         self._uniform = None if like.dtype == torch.float32 else like.new_empty(size, dtype=torch.float32)
         self._bits = like.new_empty(room_for_bits(size), dtype=torch.int64) if like.is_cpu else None
         self._views: dict[int, _Views] = {}
-        self._swaps = None
-        if betas is not None and len(betas) > 1:
-            assert states is not None
-            betas = betas.to(like)
-            self._swaps = Swaps(betas, self.n_chains)
-            self._row_betas = betas.repeat_interleave(self.n_chains)[:, None]
+        if betas is not None and self._swaps is not None:
+            self._row_betas = betas.to(like).repeat_interleave(self.n_chains)[:, None]
             self._reference = like.new_zeros(rbm.n_columns) if reference is None else reference.to(like)
         low = product_dtype is not None and product_dtype != like.dtype
         self._products = _LowPrecisionProducts(like, self._visible, product_dtype) if low else _Products()
@@ -346,18 +342,10 @@ class LayerKernel(Kernel):
     """Phases of a machine of any units, by the draws of its layers. The arguments are those of `BernoulliKernel`."""
 
     def __init__(
-        self,
-        rbm: RBM,
-        batch_size: int,
-        steps: int,
-        states: Tensor | None,
-        betas: Tensor | None,
-        reference: Tensor | None,
+        self, rbm: RBM, steps: int, states: Tensor | None, betas: Tensor | None, reference: Tensor | None
     ) -> None:
-        self._rbm, self._steps, self._states, self._reference = rbm, steps, states, reference
-        self.n_chains = 0 if states is None else states.shape[-2]
-        several = betas is not None and len(betas) > 1
-        self._swaps = Swaps(betas.to(rbm.weights), self.n_chains) if betas is not None and several else None
+        super().__init__(rbm, steps, states, betas)
+        self._states, self._reference = states, reference
 
     @property
     def chains(self) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, all_reduce
 from toolkit._checks import integer, number
 from toolkit._precision import bfloat16_is_faster
 from toolkit.blocks import no_graph
+from toolkit.rbm.chains.tempering import rising_temperatures
 from toolkit.rbm.machine.joint import checked_reference
 from toolkit.rbm.machine.model import RBM
 from toolkit.rbm.training._kernels import BernoulliKernel, Kernel, LayerKernel, Phases, parameters_of
@@ -119,7 +120,7 @@ class FusedTrainer:
         self.rbm, self.batch_size, self.steps, self.generator, self.group = rbm, batch_size, steps, generator, group
         self._n_columns = rbm.n_columns
         self.weight_decay, self.fast_rate, self.offset_rate = weight_decay, fast_rate, offset_rate
-        betas = None if inverse_temperatures is None else _check_temperatures(torch.as_tensor(inverse_temperatures))
+        betas = None if inverse_temperatures is None else rising_temperatures(inverse_temperatures, last="1")
         with no_graph():
             states = None if chains is None else _states(torch.as_tensor(chains), rbm, betas)
             if reference is not None:
@@ -136,7 +137,7 @@ class FusedTrainer:
             if bernoulli:
                 self._kernel = BernoulliKernel(rbm, batch_size, steps, states, betas, reference, product_dtype)
             else:
-                self._kernel = LayerKernel(rbm, batch_size, steps, states, betas, reference)
+                self._kernel = LayerKernel(rbm, steps, states, betas, reference)
             self._offsets = (
                 None if offset_rate is None else (like.new_zeros(rbm.n_columns), like.new_zeros(rbm.n_hidden))
             )
@@ -338,14 +339,6 @@ class FusedTrainer:
         total = torch.tensor(count, device=self.rbm.weights.device)
         all_reduce(total, group=self.group)
         return int(total)
-
-
-def _check_temperatures(inverse_temperatures: Tensor) -> Tensor:
-    betas = inverse_temperatures
-    increases = betas.ndim == 1 and len(betas) and betas[0] >= 0 and bool((betas.diff() > 0).all())
-    if not increases or betas[-1] != 1:
-        raise ValueError(f"`inverse_temperatures` should increase from 0 or more to 1. Found {betas.tolist()}.")
-    return betas
 
 
 def _states(chains: Tensor, rbm: RBM, betas: Tensor | None) -> Tensor:
