@@ -229,8 +229,13 @@ def choose(
     """
     if len(x) <= count:
         return x, sample_weight
-    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight
+    weights = all_weights(x, sample_weight)
     return x[_keys(weights, generator).topk(count, largest=False).indices.sort().values], None
+
+
+def all_weights(x: Tensor, sample_weight: Tensor | None) -> Tensor:
+    """Return the weights of the samples (N,), float64; all 1 for None."""
+    return x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
 
 
 def reservoir(
@@ -248,7 +253,7 @@ def reservoir(
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     n_samples = 0
     for x, weights in chunks:
-        w = x.new_ones(len(x), dtype=torch.float64) if weights is None else weights.double()
+        w = all_weights(x, weights)
         keys = torch.zeros_like(w) if every else _keys(w, generator)
         # Copies: a source may fill the same memory again.
         kept.append((torch.where(w > 0, keys, math.inf), x.clone(), w.clone()))

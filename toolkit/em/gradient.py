@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from toolkit._checks import integer
+from toolkit._data import all_weights
 from toolkit._random import device_of
 from toolkit.blocks import is_blocked, no_graph, variable
 from toolkit.em.engine.acceleration import Climb
@@ -212,7 +213,7 @@ def _batches(
 
 def _relative(x: Tensor, sample_weight: Tensor | None) -> Tensor:
     """Return the weights over their mean, float64; the weights of a batch need not have mean 1."""
-    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    weights = all_weights(x, sample_weight)
     return weights / weights.mean()
 
 

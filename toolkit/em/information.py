@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.func import hessian, jacfwd
 
 from toolkit._checks import choice, function
+from toolkit._data import all_weights
 from toolkit.blocks import no_graph, unblock
 from toolkit.em.engine.checks import check_samples
 from toolkit.em.engine.coordinates import Layout, flat
@@ -393,7 +394,7 @@ class _Coordinates(Generic[F]):
         leaves = mixture.unconstrained()
         self._layout = Layout(leaves)
         self.x = x.double() if x.is_floating_point() else x
-        self.weight = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+        self.weight = all_weights(x, sample_weight)
         self.position = flat(leaves)
         if not bool(self.position.isfinite().all()):
             names = [name for name, leaf in leaves.items() if not bool(leaf.isfinite().all())]

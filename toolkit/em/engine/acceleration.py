@@ -24,6 +24,7 @@ from scipy.linalg import lapack
 from torch import Tensor
 
 from toolkit._checks import choice, integer, number
+from toolkit._data import all_weights
 from toolkit.blocks import no_graph
 from toolkit.em.engine.checks import check_callback, check_samples
 from toolkit.em.engine.coordinates import Layout, flat
@@ -365,7 +366,7 @@ def maximise_posterior(
     check_mixture(start, "start")
     check_samples(x, sample_weight)
     # Weights in float64 make a float64 mean of float32 log-densities.
-    weight = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    weight = all_weights(x, sample_weight)
     total = weight.sum()
     shares = weight / total
     batches = list(zip(*(whole.split(batch_size or len(x)) for whole in (x, weight, shares)), strict=True))

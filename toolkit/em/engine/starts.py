@@ -19,7 +19,7 @@ from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit._data import as_arrays, as_tensor, doubles, library
+from toolkit._data import all_weights, as_arrays, as_tensor, doubles, library
 from toolkit._random import device_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
@@ -30,10 +30,9 @@ __all__ = [
     "LLOYD_STEPS",
     "Init",
     "check_given",
-    "check_init",
     "choose_means",
     "choose_starts",
-    "distinct",
+    "first_samples",
     "lloyd",
     "nearest",
     "seeds",
@@ -127,7 +126,7 @@ def start_alike(
     reg_covar: float,
 ) -> GaussianParameters:
     """Return the means (K, D) with the shares of their samples, at least one each, and one common covariance."""
-    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    weights = all_weights(x, sample_weight)
     total, structure = weights.sum(), structure_of(covariance_type)
     counts = weights.new_zeros(len(means)).index_add(0, labels, weights).clamp(min=float(total) / len(x))
     residuals = (x - means[labels]).mT[None]
@@ -170,18 +169,14 @@ def choose_means(
     generator: torch.Generator | None,
 ) -> list[Tensor]:
     """Return the means (K, D), float64, of several starts: all are seeded and improved at once."""
-    check_init(init)
-    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    weights = all_weights(x, sample_weight)
     centre = (weights @ x.double()) / weights.sum()
     x = x - centre
     together = max(1, 2**24 // (len(x) * max(n_components, x.shape[1])))
     found: list[Tensor] = []
     for first in range(0, n_starts, together):
         count = min(together, n_starts - first)
-        if init == "random_from_data":
-            means = x[torch.stack([distinct(x, weights, n_components, generator) for _ in range(count)])]
-        else:
-            means = x[seeds(x, n_components, weights, generator, n_starts=count)]
+        means = x[first_samples(x, n_components, weights, init, generator, n_starts=count)]
         if init == "kmeans":
             means, _ = lloyd(x, means, LLOYD_STEPS, weights=weights)
         found += (centre + means).unbind()
@@ -258,7 +253,7 @@ def start_at_random(
     reg_covar: float,
 ) -> GaussianParameters:
     """Return the M-step from random responsibilities."""
-    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight
+    weights = all_weights(x, sample_weight)
     origins = (weights @ x.double() / weights.sum()).expand(n_components, -1)
     draws = torch.rand(len(x), n_components, generator=generator, device=generator.device).to(x.device)
     return start_from(x, draws / draws.sum(1, keepdim=True), origins, covariance_type, reg_covar, sample_weight)
@@ -285,12 +280,6 @@ def _parts(x: Any, sample_weight: Any) -> Iterator[tuple[slice, Any, Any]]:
         yield slice(i, i + len(part)), part, doubles(every)
 
 
-def check_init(init: str) -> None:
-    """Raise a ValueError unless the name of a start is known."""
-    if init not in get_args(Init):
-        raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
-
-
 def check_given(init: GaussianParameters, n_components: int, n_features: int, covariance_type: CovarianceType) -> None:
     """Raise a ValueError unless the mixture to start from is of this shape and type."""
     found = (init.n_components, init.n_features, init.covariance_type)
@@ -302,7 +291,25 @@ def check_given(init: GaussianParameters, n_components: int, n_features: int, co
 # --- means ---
 
 
-def distinct(x: Tensor, weights: Tensor, n_means: int, generator: torch.Generator | None) -> Tensor:
+def first_samples(
+    x: Tensor,
+    n_means: int,
+    weights: Tensor,
+    init: Init,
+    generator: torch.Generator | None,
+    *,
+    n_starts: int = 1,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """Return the indices (R, K) of the samples that `init` chooses as means; the arguments are those of `seeds`."""
+    if init not in get_args(Init):
+        raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
+    if init == "random_from_data":
+        return torch.stack([_distinct(x, weights, n_means, generator) for _ in range(n_starts)])
+    return seeds(x, n_means, weights, generator, n_starts=n_starts, seen=seen)
+
+
+def _distinct(x: Tensor, weights: Tensor, n_means: int, generator: torch.Generator | None) -> Tensor:
     """Choose different samples (K,); repeated ones, and then those without weight, only if there are too few others.
 
     Args:

@@ -42,7 +42,7 @@ from toolkit.em.hmm._logarithms import smooth, sums_over_paths
 from toolkit.em.hmm._plan import Plan
 from toolkit.em.hmm._viterbi import LogProb, best_paths
 from toolkit.em.hmm.parameters import DirichletPrior, HMMParameters, Posteriors, with_counts
-from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights
+from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights, expectation
 
 __all__ = [
     "e_step",
@@ -150,9 +150,9 @@ def expected_log_joint(parameters: HMMParameters, x: Tensor, posteriors: Posteri
     _check(parameters, x, None)
     instance("posteriors", posteriors, Posteriors)
     return (
-        _expectation(posteriors.start, parameters.log_start)
-        + _expectation(posteriors.transitions, parameters.log_transition)
-        + _expectation(posteriors.states, parameters.emissions.log_prob(x))
+        expectation(posteriors.start, parameters.log_start).sum()
+        + expectation(posteriors.transitions, parameters.log_transition).sum()
+        + expectation(posteriors.states, parameters.emissions.log_prob(x)).sum()
     )
 
 
@@ -476,11 +476,6 @@ def _per_step(values: Tensor, lengths: Sequence[int], weight: Tensor | None) -> 
     if weight is None:
         return values.sum() / sum(lengths)
     return values.sum() / (weight * torch.tensor(lengths, dtype=weight.dtype, device=weight.device)).sum()
-
-
-def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Return the sum of products; values of probability 0 may be infinite."""
-    return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum()
 
 
 _LOG_PROBABILITIES = ("log_start", "log_transition", "log_probabilities")

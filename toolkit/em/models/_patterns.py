@@ -19,7 +19,7 @@ from toolkit.em.covariance import DIAG, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb_family
 from toolkit.em.engine.checks import check_weights
 from toolkit.em.gaussian import GaussianParameters
-from toolkit.em.models._common import check_table
+from toolkit.em.models._common import check_table, is_wrapped
 from toolkit.em.models.prior import Prior
 
 __all__ = ["Incomplete", "MissingEngine", "Moments", "Pass", "check_incomplete", "em_step", "maximise"]
@@ -94,7 +94,7 @@ def _rows_by_pattern(missing: Tensor, n_components: int) -> Iterator[tuple[Tenso
     """Yield rows (P, B), one pattern each, and the mask of rows that are not padding."""
     n, d = missing.shape
     device = missing.device
-    if torch._C._functorch.is_functorch_wrapped_tensor(missing) or n == 0:
+    if is_wrapped(missing) or n == 0:
         # Under torch.func.vmap no value can be read: each sample is a pattern of its own.
         yield torch.arange(n, device=device)[:, None], torch.ones(n, 1, dtype=torch.bool, device=device)
         return

@@ -29,6 +29,7 @@ from toolkit.em.models._common import (
     check_start,
     check_table,
     clamp_coordinates,
+    is_wrapped,
     log_weights_of,
     partition,
     shares,
@@ -405,7 +406,7 @@ def _subspace(residuals: Tensor, basis: Tensor, n_steps: int) -> tuple[Tensor, T
 
 def _raise_without_noise(noise: Tensor) -> None:
     # Under torch.func no value can be read; the results are infinite there.
-    if torch._C._functorch.is_functorch_wrapped_tensor(noise) or bool((noise > 0).all()):
+    if is_wrapped(noise) or bool((noise > 0).all()):
         return
     raise ValueError(
         "`noise` should stay positive. Found a variance of 0: a constant feature, or too few distinct samples. A "

@@ -30,16 +30,7 @@ from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
 from toolkit.em.engine.checks import check_covariance, check_prior
-from toolkit.em.engine.starts import (
-    LLOYD_STEPS,
-    Init,
-    check_given,
-    check_init,
-    distinct,
-    lloyd,
-    seeds,
-    squared_distances,
-)
+from toolkit.em.engine.starts import LLOYD_STEPS, Init, check_given, first_samples, lloyd, squared_distances
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights, e_step
 from toolkit.em.models._patterns import Incomplete, MissingEngine, Moments, Pass, check_incomplete, em_step, maximise
@@ -405,11 +396,7 @@ def _first_means(
     generator: torch.Generator | None,
 ) -> Tensor:
     """Return samples as means (K, D); their missing values are the means of the samples that are nearest to them."""
-    check_init(init)
-    if init == "random_from_data":
-        chosen = distinct(x, weights, n_components, generator)
-    else:
-        chosen = seeds(x, n_components, weights, generator, seen=seen)[0]
+    chosen = first_samples(x, n_components, weights, init, generator, seen=seen)[0]
     nearest = squared_distances(x, chosen[None], seen)[0].argmin(0)
     own = torch.nn.functional.one_hot(nearest, n_components).to(x).mT
     counts = own @ seen
