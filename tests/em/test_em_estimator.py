@@ -4,7 +4,9 @@ import io
 import itertools
 import math
 import re
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from test_em_engine import far_and_narrow
 from torch.utils.data import DataLoader, TensorDataset
 from values import Frame, seeded
 
+import toolkit
 from toolkit._data import choose, generator_of
 from toolkit._progress import Progress
 from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step, fit, log_likelihood
@@ -1279,3 +1282,34 @@ def test_the_first_of_equal_components_is_predicted(kind, n):
         setattr(model, name, np.stack([values[0], values[1], values[1]]))
     model.weights_ = np.array([0.0, 0.5, 0.5])
     assert (model.predict(x) == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [(150, {}), (150, {"covariance_type": "diag"}), (150, {"n_init": 3}), (40_000, {"max_iter": 3})],
+    ids=["few", "diag", "starts", "many"],
+)
+def test_samples_pass_through_six_files(n, options):
+    """Who follows `X` through a fit opens few files: those of functions that take or name samples."""
+    x = torch.randn(n, 7, generator=seeded(), dtype=torch.float64).numpy()
+    folder, files = str(Path(toolkit.__file__).parent), set()
+
+    def holds(value):
+        if isinstance(value, tuple | list):
+            return any(map(holds, value))
+        is_array = isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 2
+        return is_array and 7 in value.shape and max(value.shape) > 100
+
+    def note(frame, event, _):
+        path = frame.f_code.co_filename
+        if event in ("call", "return") and path.startswith(folder):
+            files.update({path} if any(map(holds, list(frame.f_locals.values()))) else ())
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        GaussianMixture(3, random_state=0, **options).fit(x)
+    finally:
+        sys.setprofile(before)
+    assert 4 <= len(files) <= 6, sorted(files)

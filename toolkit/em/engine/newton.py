@@ -76,11 +76,11 @@ class _Point:
 
     def __init__(self, data: SmallData, mixture: SmallMixture) -> None:
         self._data, self.mixture = data, mixture
-        self._products = _products(len(data.z), data.structure.is_matrix)
+        n_features = mixture.means.shape[1]
+        self._products = _products(n_features, data.structure.is_matrix)
         factor = mixture.factor if data.structure.is_matrix else _matrices(mixture.factor)
         self._factor, self._transposed = factor, factor.transpose(0, 2, 1)
-        self._y = self._transposed @ data.z
-        self._y -= self._transposed @ mixture.means[:, :, None]
+        self._y = data.whitened(self._transposed, mixture.means)
         joint = -0.5 * (self._y * self._y).sum(1)
         joint += (mixture.log_weights + np.log(factor.diagonal(0, 1, 2)).sum(1))[:, None]
         peak = joint.max(0)
@@ -91,7 +91,7 @@ class _Point:
         self._responsibilities = joint
         found = np.log(densities) + peak
         total = float(found.sum() if data.weights is None else found @ data.weights)
-        self.value = total / data.total_weight - 0.5 * len(data.z) * math.log(2 * math.pi)
+        self.value = total / data.total_weight - 0.5 * n_features * math.log(2 * math.pi)
 
     def model(self) -> tuple[Any, Any] | None:
         """Return minus the Hessian (P, P) and the gradient (P,), in units of the complete data; None if undefined."""

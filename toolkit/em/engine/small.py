@@ -122,7 +122,6 @@ class SmallData:
 
     Attributes:
         structure: That of the covariances.
-        z: (D, N).
         weights: (N,), or None if all are 1.
         total_weight: The sum of the weights.
         ridge: (D, D), which is added to every covariance.
@@ -133,7 +132,7 @@ class SmallData:
         self._ridge, self._added = ridge, _array(ridge) if isinstance(ridge, Tensor) else ridge
         ((z, weights),) = data.chunks()
         z = z.double()
-        self.z, self.weights = _array(z), None if weights is None else weights.double().numpy()
+        self._z, self.weights = _array(z), None if weights is None else weights.double().numpy()
         self.total_weight = data.total_weight
         self.ridge = self._added if isinstance(ridge, Tensor) else ridge * np.eye(len(z))
         self._features = _array(expanded(structure.quadratics(len(z), _FEATURES), z))
@@ -183,6 +182,12 @@ class SmallData:
                 moved, values[i] = self.em(mixtures[i])
                 positions[i] = moved.position()
         return positions, values, error_of_distance(torch.from_numpy(distances), torch.float64).numpy()
+
+    def whitened(self, transposed: Any, means: Any) -> Any:
+        """Return the samples in units of each component, (K, D, N), given transposed factors (K, D, D)."""
+        found = transposed @ self._z
+        found -= transposed @ means[:, :, None]
+        return found
 
     @no_graph()
     def error(self, mixture: SmallMixture) -> float:
