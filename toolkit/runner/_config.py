@@ -194,7 +194,7 @@ def load_experiment(name: str, folder: Path) -> ModuleType:
     """Import an experiment, and check that it has a `Config` and a `run`.
 
     Raises:
-        ConfigError: If it cannot be imported, or has not both.
+        ConfigError: If it cannot be imported, or lacks `Config` or `run`.
     """
     file = folder / f"{name}.py"
     try:
@@ -216,7 +216,7 @@ def load_experiment(name: str, folder: Path) -> ModuleType:
 
 @dataclass
 class _Places:
-    """Says where in the file, or on the command line, a key was set."""
+    """The place where each key was set: a line of the file, or an option of the command line."""
 
     path: Path
     source: str

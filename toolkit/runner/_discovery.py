@@ -23,15 +23,18 @@ _ROOM = "experiments"
 
 
 def here_or_bundled(path: Path) -> Path:
-    """Return a path, or one among the bundled files if there is nothing at the path."""
+    """Return the path if it exists here, or else the same path among the bundled files if that exists."""
     bundled = BUNDLE / path
     return bundled if not path.exists() and not path.is_absolute() and bundled.exists() else path
 
 
 def experiment_folders(config: Path | None = None) -> dict[str, Path]:
-    """Return name -> folder of the experiments that a config can name; None: of this project's own.
+    """Return name -> folder of the experiments that a config can name.
 
-    Modules with a leading underscore are no experiments; experiments share them.
+    A module with a leading underscore is shared by experiments, and is none itself.
+
+    Args:
+        config: The config. None: only the experiments of this project are found.
     """
     folders = [BUNDLE / _ROOM]
     if config is not None:
@@ -42,9 +45,9 @@ def experiment_folders(config: Path | None = None) -> dict[str, Path]:
 
 
 def import_experiment(name: str, folder: Path) -> ModuleType:
-    """Import an experiment. In a project of one's own, modules beside its folder can be imported from it.
+    """Import an experiment. In a user's project, it can import modules that stand beside the folder of experiments.
 
-    The bundled experiments import one another relatively, and leave the name `experiments` to that project.
+    The bundled experiments import one another relatively, and leave the name `experiments` to the user's project.
     """
     if folder.parent != BUNDLE and str(folder.parent) not in sys.path:
         sys.path.append(str(folder.parent))

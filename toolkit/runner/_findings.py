@@ -168,7 +168,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
 
 
 def _gradient(records: Sequence[Record], name: str) -> str:
-    """Return the verdict before training, and the one after it, which a blocked run that broke off has not."""
+    """Return the verdicts before and after training in words; the second is missing if every blocked run broke off."""
     trained = [record for record in records if record.data["variants"][BLOCKED]["diverged_at"] is None]
     first, last = (
         " or ".join(dict.fromkeys(_told(record.data["comparison"][when]["effects"][name]) for record in of))
@@ -180,7 +180,7 @@ def _gradient(records: Sequence[Record], name: str) -> str:
 
 
 def doubts(records: Sequence[Record]) -> list[str]:
-    """Return the reasons that records give to doubt their experiment, one sentence each."""
+    """Return the reasons to doubt the experiment of these records, one sentence each."""
     return [*_doubts_of_target(records), *_doubts_of_metrics(records), *_doubts_of_seeds(records)]
 
 

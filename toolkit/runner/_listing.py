@@ -1,4 +1,4 @@
-"""The text of `stopgrad list`: experiments, blocks, configs."""
+"""The text of `stopgrad list`: experiments, blocks and configs, or the keys of an experiment's config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def import_everything() -> None:
 
 
 def listing(configs: Path) -> str:
-    """Return the text, at most 80 columns wide where names allow.
+    """Return the list of experiments, blocks and configs, at most 80 columns wide where names allow.
 
     Args:
         configs: Folder of the configs. The experiments of its project are listed with the bundled ones.

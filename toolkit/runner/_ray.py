@@ -1,4 +1,4 @@
-"""Where units run: as tasks of a Ray cluster. Needs the extra `stopgrad[ray]`.
+"""Workers on a Ray cluster, which run units as its tasks. Needs the extra `stopgrad[ray]`.
 
 Every node needs this package, and the folder in which the command runs at the same path. Records come back over Ray's
 object store. Ray runs a task again whose process or node was killed.

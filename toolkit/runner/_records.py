@@ -137,7 +137,7 @@ def is_older(folder: Path, seed: int, file: Path) -> bool:
 
 
 def lacks_seconds(folder: Path, seed: int) -> bool:
-    """Return whether the record of a seed has to be completed by its times."""
+    """Return whether the record of a seed still lacks its times."""
     if seed >= MEASURED_SEEDS or isinstance(found := _read(_seed(folder, seed)), Damage):
         return False
     return any(variant["seconds_per_step"] is None for variant in found.data["variants"].values())
@@ -185,7 +185,7 @@ def write_record(folder: Path, seed: int, data: Mapping[str, Any], gradients: Ma
 
 
 def write_times(folder: Path, seed: int, times: Mapping[str, Any]) -> None:
-    """Complete a record atomically by its times."""
+    """Add the times to a record, atomically."""
     path = _seed(folder, seed) / "record.json"
     data = json.loads(path.read_text(encoding="utf-8"))
     for name, measured in times["variants"].items():

@@ -1,4 +1,7 @@
-"""The contents of an experiment's page and of its card, from records. Imports neither torch nor an algorithm."""
+"""The contents of an experiment's page, and its card on the index, from records.
+
+Imports neither torch nor an algorithm.
+"""
 
 from __future__ import annotations
 

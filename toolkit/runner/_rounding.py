@@ -1,4 +1,4 @@
-"""Bounds of differences that are rounding: they vary with the processor and the number of threads.
+"""Bounds below which a relative difference counts as rounding, which varies with processor and number of threads.
 
 Rounding must not decide whether a run counts, which variant is better, or the words of the report. Imports neither
 torch nor toolkit.

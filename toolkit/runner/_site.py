@@ -63,7 +63,7 @@ def write_single(experiments: Sequence[ExperimentRecords], page: Path, zoo: Sequ
     Args:
         experiments: The records of every config.
         page: The file to write.
-        zoo: The record of the bug zoo. None: the page has no such section.
+        zoo: The record of the bug zoo. Empty: the page has no such section.
     """
     return _write(page, _render("single", experiments=[experiment_view(one) for one in experiments], zoo=zoo))
 

@@ -1,4 +1,4 @@
-"""How a run is trained and measured."""
+"""Trains a run, evaluates its metrics, and refuses a run that is not repeatable."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Training:
     """The result of training one variant.
 
     Attributes:
-        losses: The surrogate before each of the first updates, as many as a rehearsal has.
-        steps: The steps at which the metrics were evaluated; the step counts the updates before it.
+        losses: The surrogate before each of the first `REHEARSED` updates.
+        steps: The numbers of updates after which the metrics were evaluated; the first is 0.
         metrics: Name -> value at each of these steps.
         diverged_at: The step at which the loss was not finite, or None. Nothing is recorded after it.
         sweep: Results of `Run.sweep` after training; None if there is no sweep, or the run diverged.
@@ -60,10 +60,10 @@ class Training:
 
 
 def train_methods(methods: Methods, on_method: Callable[[str], None] = lambda name: None) -> dict[str, dict[str, Any]]:
-    """Train each method, and return name -> its metrics, and the seconds of a step, which are measured later.
+    """Train each method; return name -> its metrics, and None for the seconds of a step, which are measured later.
 
     Raises:
-        RunError: If a metric does not have a value for every step, or a single one, or none is the objective.
+        RunError: If a metric has neither a value for every step nor a single one, or ``"objective"`` is missing.
     """
     trained = {}
     for name, method in methods.train.items():
@@ -108,7 +108,7 @@ def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lamb
     """Train a run for `config.steps` steps, and evaluate its metrics every `config.evaluate_every` steps.
 
     Raises:
-        RunError: If the metrics are not numbers, change their names, or start without a finite objective.
+        RunError: If the metrics are not numbers, change their names, or the objective is not finite before training.
     """
     steps: list[int] = []
     metrics: dict[str, list[float]] = {}
@@ -192,7 +192,7 @@ def metrics_of(run: Run) -> dict[str, float]:
     """Return the metrics of a run at its current parameters.
 
     Raises:
-        RunError: If they are not a mapping of names to numbers, or none is the objective.
+        RunError: If they are not a mapping of names to numbers, or ``"objective"`` is missing.
     """
     found = run.evaluate()
     if not isinstance(found, Mapping):

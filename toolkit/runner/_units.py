@@ -1,6 +1,7 @@
-"""Units, the seeds of configs: small enough to be sent to any process, and run there.
+"""Units of work: one seed of one config, small enough to be sent to any process and run there.
 
-A unit is its config's path, the overrides, and the seed. It sends back data alone: the main process keeps the records.
+A unit holds the path of its config, the overrides and the seed. Its answer is data alone: the main process writes the
+records.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Unit:
     Attributes:
         label: The config's name for the reader.
         path: The config.
-        overrides: Its ``key=value``.
+        overrides: A ``key=value`` for each value that replaces one of the file.
         seed: The seed.
         seeds: Number of seeds of the config.
         steps: Training steps of all variants.
@@ -62,7 +63,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a unit: the values of its record, or an error in one line, and its time."""
+    """The result of a unit: a record and its gradients, or times, or an error in one line; and the time it took."""
 
     values: tuple[Any, ...] = ()
     error: str = ""
@@ -86,7 +87,7 @@ def _loaded(path: Path, overrides: tuple[str, ...]) -> LoadedConfig:
 
 
 def trained(unit: Unit, tell: Tell) -> Answer:
-    """Return the record of a unit and its gradients."""
+    """Train the variants of a unit, and return its record and its gradients as an answer."""
     steps, told = 0, time.monotonic()
 
     def on_step() -> None:
@@ -104,7 +105,7 @@ def trained(unit: Unit, tell: Tell) -> Answer:
 
 
 def measured(unit: Unit, tell: Tell) -> Answer:
-    """Return the times of a unit. Nothing else should run beside it."""
+    """Measure the times of a unit. Nothing else should run beside it."""
     return _answer(unit, lambda config: (times_of(config, unit.seed),))
 
 

@@ -1,4 +1,4 @@
-"""Where units run: in this process, or side by side in others."""
+"""Workers, which run units: this process, or several processes side by side."""
 
 from __future__ import annotations
 
