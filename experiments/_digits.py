@@ -44,7 +44,7 @@ class Batches:
 
     Args:
         data: The images to draw from.
-        size: Images of a batch.
+        size: Number of images in a batch.
         generator: Draws a new permutation every epoch.
         prepare: Changes the images of each batch.
     """
@@ -111,8 +111,8 @@ def network(
         kind: ``"linear"``, ``"mlp"`` (fully connected) or ``"cnn"`` (3 x 3 convolutions with stride 2).
         data: Its images, (N, D), and labels; the network has their dtype and device.
         widths: Units, or channels, of the hidden layers.
-        activation: Between the layers.
-        generator: Draws the parameters.
+        activation: The activation between the layers.
+        generator: Draws the initial parameters.
     """
     features, classes = data.inputs.shape[1], int(data.labels.max()) + 1
     made: dict[str, Any] = {"widths": widths, "activation": _ACTIVATIONS[activation], "generator": generator}

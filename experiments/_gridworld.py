@@ -90,7 +90,7 @@ def four_rooms(
         generator: Draws the goal. Every other cell is as likely a start.
         discount: The discount of a step.
         slip: Probability that a random move is made in place of the chosen one.
-        dtype: Floating-point type.
+        dtype: Floating-point type of the tables.
         device: The device of the tables.
     """
     cells = [(i, j) for i, row in enumerate(_MAP.strip().splitlines()) for j, c in enumerate(row) if c == " "]

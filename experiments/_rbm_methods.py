@@ -47,13 +47,13 @@ class Method(BaseModel):
         name: Its name in the report.
         learning_rate: Step size of the first update.
         decay: Decay of the step size until the last update: ``"none"``, or to 0 by ``"linear"`` or ``"cosine"``.
-        gibbs_steps: Gibbs steps of each update.
+        gibbs_steps: Number of Gibbs steps in each update.
         chains: M, the number of chains that continue from one update to the next. None: chains start at the data.
         temperatures: T, the number of copies of each chain, at evenly spaced inverse temperatures from 0 to 1, which
             are swapped. 1: no tempering.
         fast_rate: Learning rate of the fast weights. None: no fast weights.
         offset_rate: The weight of each batch in the running means on which both layers are centred. None: no centring.
-        weight_decay: Weight decay.
+        weight_decay: Factor of the weight decay.
         average_from: The fraction of the updates from which on the mean of all parameters is judged. None: no
             averaging.
     """

@@ -21,7 +21,7 @@ class Teacher:
 
     Args:
         student: The network; it has no buffers.
-        momentum: Of the average. 0: the student itself.
+        momentum: Weight of the past in the average. 0: the teacher is the student itself.
     """
 
     def __init__(self, student: nn.Module, momentum: float) -> None:
@@ -48,9 +48,9 @@ def without_average(
     """Return training in which the student is its own teacher, with the stops and without them.
 
     Args:
-        config: Its steps.
+        config: The number of steps and the steps of evaluation.
         train: Trains with some blocks open, and returns the metrics.
-        stops: Names of the blocks.
+        stops: Names of the blocks to open in the second method.
     """
     return methods_of(
         config,

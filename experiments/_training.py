@@ -54,7 +54,7 @@ def perceptron(
         sizes: The inputs, the units of each hidden layer, and the outputs.
         activation: The class of the activations.
         generator: Draws the weights, normal with a variance of one over the inputs; the biases are zero.
-        dtype: Floating-point type.
+        dtype: Floating-point type of the parameters.
         last: Factor on the weights of the last layer.
     """
     layers: list[nn.Module] = []

@@ -13,7 +13,7 @@ class Views:
 
     Args:
         images: (N, D).
-        batch_size: Images of a batch.
+        batch_size: Number of images in a batch.
         noise: Standard deviation of the noise, for each of the views.
         removed: Share of the pixels that are removed, for each of the views.
         generator: Draws the batches and the corruption.

@@ -47,18 +47,18 @@ class Config(ExperimentConfig):
         data: ``"digits"`` or ``"two_gaussians"``; see the module.
         network: ``"linear"``, ``"mlp"`` (fully connected) or ``"cnn"`` (3 x 3 convolutions with stride 2).
         widths: Units, or channels, of the hidden layers.
-        activation: Between the layers.
+        activation: The activation between the layers.
         norm: Norm of the ball.
         epsilon: Radius of the ball. Pixels lie in [0, 1].
-        attack_steps: Steps of the attack in training.
+        attack_steps: Number of steps of the attack in training.
         attack_step_size: Length of an attack step. None: 2.5 epsilon / steps.
         random_start: Whether the attack in training starts at a random point of the ball instead of the clean input.
         evaluation_steps: digits: steps of the attack that judges the model.
         clean_steps: Steps of ordinary training before the run, so that the run makes a trained model robust.
-        batch_size: Samples of a training step.
-        weight_decay: Of the optimiser.
-        n_samples: two_gaussians: N.
-        n_features: two_gaussians: D.
+        batch_size: Number of samples in a training step.
+        weight_decay: Weight decay of the optimiser.
+        n_samples: two_gaussians: the number of samples, N.
+        n_features: two_gaussians: the number of features, D.
         separation: two_gaussians: distance between the means, in standard deviations.
     """
 

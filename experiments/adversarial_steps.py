@@ -53,9 +53,9 @@ class Config(ExperimentConfig):
         attack_steps: The numbers of steps; each has its own network.
         epsilon: Radius of the ball in Euclidean distance. Pixels lie in [0, 1].
         widths: Units of the hidden layers.
-        activation: Between the layers.
+        activation: The activation between the layers.
         clean_steps: Steps of ordinary training before the run.
-        batch_size: Samples of a training step.
+        batch_size: Number of samples in a training step.
         evaluation_steps: Steps of the attack that judges the models.
         worst_starts: Starts of the search for the worst examples.
         worst_steps: Steps of the ascent from each start.
@@ -100,7 +100,7 @@ class _Networks:
 
     Args:
         config: The values.
-        seed: Of the run.
+        seed: The seed of the run.
     """
 
     def __init__(self, config: Config, seed: int) -> None:

@@ -131,7 +131,7 @@ class Config(ExperimentConfig):
         norm: Norm of the ball.
         epsilon: Radius of the ball. Pixels lie in [0, 1].
         trained: The method whose blocks are opened.
-        batch_size: Images of an update.
+        batch_size: Number of images in an update.
         augment: Whether images are shifted by up to an eighth of their side, and in CIFAR-10 mirrored.
         evaluation_steps: Steps of PGD when the models are judged.
         ensemble: Radii of the balls in which the ensemble of attacks judges the trained model at the end. The other

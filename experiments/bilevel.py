@@ -58,13 +58,13 @@ class Config(ExperimentConfig):
 
     Attributes:
         task: ``"sinusoids"``, ``"text"`` or ``"equilibrium"``; see the module.
-        n_hidden: H.
-        batch_size: Tasks, pieces of text, or images of a training step.
-        inner_steps: sinusoids: steps of gradient descent that adapt to a task.
-        inner_rate: sinusoids: their step size.
-        every: text: steps after which the state is held.
-        length: text: T, characters of a piece of text.
-        iterations: equilibrium: most iterations of a search for a fixed point.
+        n_hidden: Number of hidden units, H.
+        batch_size: Number of tasks, pieces of text, or images in a training step.
+        inner_steps: sinusoids: number of steps of gradient descent that adapt to a task.
+        inner_rate: sinusoids: step size of this descent.
+        every: text: number of steps after which the state is held constant.
+        length: text: number of characters in a piece of text, T.
+        iterations: equilibrium: the largest number of iterations of a search for a fixed point.
         swept: Step sizes, numbers of steps, or of iterations, for which gradients are measured after training.
     """
 

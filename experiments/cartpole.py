@@ -41,7 +41,7 @@ class Config(ExperimentConfig):
 
     Attributes:
         n_transitions: Number of random transitions to learn from.
-        batch_size: Number of them in an update.
+        batch_size: Number of transitions in an update.
         width: Units of each of the two hidden layers.
         discount: The discount of a step.
         copy_every: Number of updates between two copies of the target network of the other method.

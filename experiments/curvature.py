@@ -50,9 +50,9 @@ class Config(ExperimentConfig):
         scale: robust: the residual from which a sample loses influence, in standard deviations of the measurement.
         spoilt: robust: share of the values that are spoilt.
         shift: robust: the error of a spoilt value, in standard deviations of the measurement.
-        hidden: newton: units of the hidden layer.
+        hidden: newton: number of units in the hidden layer.
         damping: newton: added to the diagonal of the matrix.
-        iterations: newton: steps of conjugate gradients in an update.
+        iterations: newton: number of steps of conjugate gradients in an update.
     """
 
     task: Literal["robust", "newton"]
@@ -75,11 +75,11 @@ class DampedNewton(torch.optim.Optimizer):
     r"""Subtract :math:`\eta (H + \lambda I)^{-1} g` of a surrogate, by conjugate gradients.
 
     Args:
-        params: The parameters.
-        loss: Computes the surrogate anew.
-        lr: :math:`\eta`.
-        damping: :math:`\lambda`.
-        iterations: The most steps of conjugate gradients.
+        params: The parameters to update.
+        loss: Computes the surrogate.
+        lr: The step size, :math:`\eta`.
+        damping: Added to the diagonal of the matrix, :math:`\lambda`.
+        iterations: The largest number of steps of conjugate gradients.
     """
 
     def __init__(

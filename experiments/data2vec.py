@@ -34,13 +34,13 @@ class Config(ExperimentConfig):
     """Values of an experiment on the prediction of hidden layers.
 
     Attributes:
-        batch_size: Images of a batch.
-        width: D.
-        depth: Hidden layers of student and teacher.
-        n_layers: L, the last layers of the teacher that are averaged.
+        batch_size: Number of images in a batch.
+        width: Number of features of a layer, D.
+        depth: Number of hidden layers of student and teacher.
+        n_layers: L: the target is the mean of the teacher's last L layers.
         removed: Share of the pixels that the student lacks.
-        momentum: Of the teacher.
-        beta: Errors up to beta are squared.
+        momentum: Weight of the past in the teacher's running average.
+        beta: Error up to which the loss is quadratic; beyond it, it is linear.
     """
 
     batch_size: Annotated[int, Field(ge=2)] = 128
@@ -56,8 +56,8 @@ class Encoder(nn.Module):
     """A perceptron with batch normalisation that returns its hidden layers, (depth, N, D).
 
     Args:
-        n_inputs: Pixels.
-        width: D.
+        n_inputs: Number of pixels.
+        width: Number of features of a layer, D.
         depth: Number of layers.
         generator: Draws the parameters.
     """
@@ -82,7 +82,7 @@ class _Learner:
 
     Args:
         config: The values.
-        seed: Of the run.
+        seed: The seed of the run.
         average: Whether the teacher is an average; else it is the student itself.
     """
 

@@ -58,13 +58,13 @@ class Config(ExperimentConfig):
         data: ``"iris"``, ``"wine"``, ``"digits"``, or the synthetic ``"two_gaussians"``.
         standardised: Whether each feature is divided by its standard deviation first.
         principal_components: Number of principal components of the data that are modelled. 0: the original features.
-        n_samples: two_gaussians: N.
+        n_samples: two_gaussians: the number of samples, N.
         separation: two_gaussians: distance of the means, in standard deviations.
-        n_components: K.
+        n_components: Number of components, K.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         init: Choice of the initial means, as in `toolkit.em.start`.
         surrogate: The surrogate that Adam maximises: ``"expected_log_joint"`` or ``"evidence_lower_bound"``.
-        reg_covar: Added to the variances of the start. Training itself is not regularised.
+        reg_covar: Number added to the variances of the start. Training itself is not regularised.
         em_steps: Closed-form EM steps from these means to the common start. With enough steps, the blocked variant
             reaches the same maximum as closed-form EM.
         em_is_best: Whether EM from the start is known to reach the highest maximum (apart from degenerate components),

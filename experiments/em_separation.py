@@ -66,9 +66,9 @@ class Config(ExperimentConfig):
         data: ``"population"``: all possible samples, by quadrature, starting at the truth; or ``"samples"``: one sample
             per seed, starting from k-means.
         separations: Distances of the means, in standard deviations.
-        n_features: samples: D. The population has one feature.
-        n_samples: samples: N.
-        n_nodes: population: nodes of the trapezoidal rule. The narrowest component must span several of their gaps.
+        n_features: samples: the number of features, D. The population has one feature.
+        n_samples: samples: the number of samples, N.
+        n_nodes: population: number of nodes of the trapezoidal rule. The narrowest component must span several nodes.
         nudge: population: standard deviation of the noise added to the coordinates of the truth, so that training
             leaves an unstable point. The noise depends on the seed.
     """

@@ -33,10 +33,10 @@ class Config(ExperimentConfig):
     """Values of an experiment on finite scalar quantization.
 
     Attributes:
-        batch_size: Images of a batch.
-        width: Hidden units of encoder and decoder.
-        levels: Levels of each coordinate.
-        decay: Of the averaged codes of the other method.
+        batch_size: Number of images in a batch.
+        width: Number of hidden units of encoder and decoder.
+        levels: The number of levels of each coordinate, one for each.
+        decay: Weight of the past in the averaged codes of the other method.
     """
 
     batch_size: Annotated[int, Field(ge=1)] = 128
@@ -50,7 +50,7 @@ class _Autoencoder:
 
     Args:
         config: The sizes.
-        seed: Of the run.
+        seed: The seed of the run.
         kind: ``"levels"``, ``"bounds"`` (without rounding) or ``"codebook"``.
     """
 

@@ -54,8 +54,8 @@ class Config(ExperimentConfig):
         task: ``"dirac"`` or ``"digits"``; see the module.
         kind: Loss of the GAN, as in `toolkit.games.discriminator_loss`.
         weight: dirac: factor on the consensus and symplectic corrections of the other rules.
-        batch_size: digits: N.
-        width: digits: units of each hidden layer of both networks.
+        batch_size: digits: the number of samples in a batch, N.
+        width: digits: number of units in each hidden layer of both networks.
     """
 
     task: Literal["dirac", "digits"]

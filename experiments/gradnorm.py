@@ -37,8 +37,8 @@ class Config(ExperimentConfig):
     """Values of an experiment on weights of tasks.
 
     Attributes:
-        batch_size: Images of a batch.
-        width: Units of the shared layer.
+        batch_size: Number of images in a batch.
+        width: Number of units in the shared layer.
         alpha: Strength that pulls slow tasks forward.
         weight_rate: Learning rate of the weights.
     """
@@ -63,7 +63,7 @@ class _Learner:
 
     Args:
         config: The values.
-        seed: Of the run.
+        seed: The seed of the run.
         learns: Whether the weights are learnt.
         divided: Whether they are divided by their mean after each step.
     """

@@ -33,7 +33,7 @@ class Config(ExperimentConfig):
     """Values of an experiment on mixed styles.
 
     Attributes:
-        batch_size: Images of a batch.
+        batch_size: Number of images in a batch.
         widths: Channels of the two convolutions.
         seen: Styles of the training images, pairs of contrast and brightness: the first half of a batch has the
             first one, the rest the second.
@@ -56,7 +56,7 @@ class _Learner:
 
     Args:
         config: The values.
-        seed: Of the run.
+        seed: The seed of the run.
         mix: Mixes styles, `mixstyle` or a function of the same arguments.
     """
 

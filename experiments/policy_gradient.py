@@ -56,8 +56,8 @@ class Config(ExperimentConfig):
         task: ``"gridworld"``, ``"digits"`` or ``"doses"``; see the module.
         discount: gridworld: the discount of a step.
         slip: gridworld: probability of a random move.
-        batch_size: digits, doses: images or patients of a step.
-        n_samples: digits: K.
+        batch_size: digits, doses: number of images or patients in a step.
+        n_samples: digits: number of names drawn for each image, K.
         advantages: digits: how samples are judged.
         target_entropy: doses: the wanted entropy of the policy, in nats.
     """

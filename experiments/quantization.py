@@ -60,16 +60,16 @@ class Config(ExperimentConfig):
 
     Attributes:
         task: ``"autoencode_digits"`` or ``"spike_digits"``; see the module.
-        batch_size: Images of a batch.
-        width: Hidden units of encoder and decoder, or H.
-        dim: autoencode_digits: D.
-        codebook_size: autoencode_digits: K.
-        n_quantizers: autoencode_digits: M.
+        batch_size: Number of images in a batch.
+        width: Number of hidden units of encoder and decoder, or of spiking neurons, H.
+        dim: autoencode_digits: the number of entries of a latent vector, D.
+        codebook_size: autoencode_digits: the number of codes in a codebook, K.
+        n_quantizers: autoencode_digits: the number of stages, M.
         commitment: autoencode_digits: weight of the commitment loss.
         surrogate: spike_digits: the slope of a spike.
         steepness: spike_digits: its steepness, in inverse units of the threshold.
-        time_steps: spike_digits: T, in which the same image is shown.
-        decay: spike_digits: share of the potential that is left after a step.
+        time_steps: spike_digits: the number of time steps, T, in all of which the same image is shown.
+        decay: spike_digits: share of the potential that is left after a time step.
         swept_steepness: spike_digits: the steepnesses of the comparison after training.
     """
 

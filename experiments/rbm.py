@@ -65,15 +65,15 @@ class Config(ExperimentConfig):
         images: idx: the file of training images, in MNIST's format; it may be compressed (``.gz``).
         held_out: idx: the file of held-out images.
         threshold: idx: a pixel from this value on is 1, below it 0.
-        n_hidden: H; at most 20 where the likelihood is exact, which takes time proportional to 2^H, or 2^V if that is
-            less.
+        n_hidden: Number of hidden units, H; at most 20 where the likelihood is exact, which takes time proportional to
+            2^H, or 2^V if that is less.
         chain: The output of a unit in the chain, ``"sampled"``, ``"straight_through"`` or ``"mean_field"``; see
             `toolkit.rbm.gibbs`.
-        gibbs_steps: Gibbs steps of each update.
+        gibbs_steps: Number of Gibbs steps in each update.
         persistent_chains: M, the number of chains that continue from one update to the next. None: chains start at the
             data.
         centered: Whether the variants take their steps in centred coordinates; see `toolkit.rbm.centered`.
-        batch_size: Images of a training step. None: all of them.
+        batch_size: Number of images in a training step. None: all images.
         annealing_chains: idx: number of chains that estimate log Z, from each side.
         inverse_temperatures: idx: number of temperatures of these chains.
         sampling_steps: idx: Gibbs steps, from images, after which the chains from above start.
@@ -110,7 +110,7 @@ class Config(ExperimentConfig):
                 raise ValueError("this is a folder, not a file" if Path(path).is_dir() else "there is no such file")
             pixels = _pixels(path)
             if not pixels.numel():
-                raise ValueError(f"the file should have images; it has none, of {pixels.shape[1]} pixels")
+                raise ValueError("the file should have at least one image; it has none")
             if pixels.dtype != torch.uint8:
                 raise ValueError(f"the file should have pixels of one byte; it has {pixels.dtype}")
         return path
@@ -177,7 +177,7 @@ class _Learner:
     Args:
         config: The values.
         images: (N, V).
-        seed: Of the run.
+        seed: The seed of the run.
     """
 
     def __init__(self, config: Config, images: Tensor, seed: int) -> None:

@@ -63,16 +63,16 @@ class Config(ExperimentConfig):
 
     Attributes:
         task: ``"simsiam"``, ``"dino"``, ``"byol"``, ``"moco"``, ``"swav"`` or ``"fixmatch"``; see the module.
-        batch_size: Images of a batch; fixmatch: without labels.
-        n_features: All but fixmatch: D, of the embedding, and K of dino.
-        n_prototypes: swav: K.
-        width: Units of the hidden layers.
+        batch_size: Number of images in a batch; fixmatch: of images without labels.
+        n_features: All but fixmatch: number of features of an embedding, D; dino: of outputs, K.
+        n_prototypes: swav: the number of prototypes, K.
+        width: Number of units in each hidden layer.
         noise: Standard deviation of the noise on pixels, which lie in [0, 1].
         removed: Share of the pixels that a view lacks; fixmatch: the second view.
-        momentum: dino, byol and moco: of the teacher; dino's centre has 0.9.
-        queue_size: moco: keys of earlier batches.
-        temperature: moco: tau.
-        labelled: fixmatch: images of each class with a label.
+        momentum: dino, byol and moco: weight of the past in the teacher's running average; in dino's centre it is 0.9.
+        queue_size: moco: number of keys kept from earlier batches.
+        temperature: moco: the temperature tau, by which cosines are divided.
+        labelled: fixmatch: number of images of each class that have a label.
         threshold: fixmatch: confidence from which a pseudo-label counts.
     """
 
@@ -148,7 +148,7 @@ class _Distillation:
 
     Args:
         config: The values.
-        seed: Of the run.
+        seed: The seed of the run.
         average: Whether the teacher is an average; else it is the student itself.
     """
 
@@ -239,7 +239,7 @@ class _Prototypes:
 
     Args:
         config: The values.
-        seed: Of the run.
+        seed: The seed of the run.
     """
 
     def __init__(self, config: Config, seed: int) -> None:
@@ -344,7 +344,7 @@ class _FewLabels:
 
     Args:
         config: The values.
-        seed: Of the run.
+        seed: The seed of the run.
     """
 
     def __init__(self, config: Config, seed: int) -> None:

@@ -53,9 +53,9 @@ class Config(ExperimentConfig):
             overflow in float64.
         copies: calibrate_digits: the number of uses of each calibration image, each with new noise.
         noise: calibrate_digits: standard deviation of the noise on the copies' pixels, which lie in [0, 1].
-        n_samples: fit_synthetic: N.
-        n_features: fit_synthetic: D.
-        n_classes: fit_synthetic: C.
+        n_samples: fit_synthetic: the number of samples, N.
+        n_features: fit_synthetic: the number of features, D.
+        n_classes: fit_synthetic: the number of classes, C.
     """
 
     task: Literal["calibrate_digits", "fit_synthetic"]

@@ -49,15 +49,15 @@ class Config(ExperimentConfig):
 
     Attributes:
         task: ``"bandit"``, ``"bits"`` or ``"importance"``; see the module.
-        batch_size: N.
-        samples: bits: S, codes of each image in an update. importance: K.
+        batch_size: Number of images in a batch, N.
+        samples: Number of codes drawn for each image in an update: S (bits) or K (importance).
         certainty_cost: bandit: cost of a nat of log-probability of the chosen digit, in rewards.
-        n_bits: bits: H.
+        n_bits: bits: the number of bits of a code, H.
         swept_samples: bits: numbers of samples for which the estimators are compared after training.
-        repeats: bits: estimates from which standard deviations are computed.
-        swept_images: bits: images for whose codes bias and standard deviations are computed.
-        n_latent: importance: L.
-        width: importance: hidden units of encoder and decoder.
+        repeats: bits: number of estimates from which standard deviations are computed.
+        swept_images: bits: number of images for whose codes bias and standard deviations are computed.
+        n_latent: importance: the number of entries of a Gaussian code, L.
+        width: importance: number of hidden units of encoder and decoder.
     """
 
     task: Literal["bandit", "bits", "importance"]
@@ -146,9 +146,9 @@ class BitCode(nn.Module):
     """An encoder to H independent bits, and a decoder to independent black and white pixels; the prior is uniform.
 
     Args:
-        n_bits: H.
+        n_bits: Number of bits, H.
         generator: Draws the parameters.
-        dtype: Of the parameters.
+        dtype: Floating-point type of the parameters.
     """
 
     def __init__(self, n_bits: int, *, generator: torch.Generator, dtype: torch.dtype) -> None:
@@ -163,7 +163,7 @@ class BitCode(nn.Module):
 
         Args:
             bits: (..., N, H); may carry a gradient.
-            logits: Of the encoder, (N, H).
+            logits: Logits of the encoder, (N, H).
             pixels: (N, 64).
         """
         return (

@@ -55,8 +55,8 @@ class Config(ExperimentConfig):
 
     Attributes:
         task: ``"random_walk"``, ``"baird"``, ``"cliff"``, ``"distribution"`` or ``"quantiles"``; see the module.
-        n_states: random_walk, distribution, quantiles: S, an odd number; episodes begin in the middle.
-        n_episodes: random_walk, distribution, quantiles: E.
+        n_states: random_walk, distribution, quantiles: number of states, S, which is odd: episodes begin in the middle.
+        n_episodes: random_walk, distribution, quantiles: number of episodes, E.
         lambda_: random_walk: the lambda of the training.
         swept_lambdas: random_walk: the lambdas for which the fixed point is computed.
         n_atoms: distribution: number of atoms from 0 to 1; quantiles: number of quantiles.

@@ -50,17 +50,17 @@ class Config(ExperimentConfig):
 
     Attributes:
         task: ``"focal"``, ``"circle"``, ``"renorm"`` or ``"consistency"``; see the module.
-        batch_size: Images of a batch.
-        widths: Units of the hidden layers.
+        batch_size: Number of images in a batch.
+        widths: Number of units in each hidden layer.
         gamma: focal: exponent of the weight.
         label_noise: focal: share of the training labels that are replaced by random ones.
-        n_features: circle: D of the embeddings.
-        margin: circle: m.
-        scale: circle: gamma of the paper.
+        n_features: circle: number of features of an embedding, D.
+        margin: circle: the margin m.
+        scale: circle: the scale, gamma in the paper.
         momentum: renorm: share of a batch in the running statistics.
         rmax: renorm: bound of the scale.
         dmax: renorm: bound of the shift.
-        n_levels: consistency: T.
+        n_levels: consistency: number of noise levels, T.
         highest: consistency: standard deviation of the noise from which samples are made; that of the data is 0.5.
     """
 

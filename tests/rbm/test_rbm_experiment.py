@@ -459,7 +459,7 @@ def test_a_folder_of_configs_leaves_out_those_that_need_files():
     [
         (np.zeros((4, 3)), "images and held_out should have the same number of pixels"),
         (np.zeros(4), "the file should have images, of two dimensions or more; its sizes are (4,)"),
-        (np.zeros((0, 2, 2)), "the file should have images; it has none, of 4 pixels"),
+        (np.zeros((0, 2, 2)), "the file should have at least one image; it has none"),
     ],
     ids=["other pixels", "labels", "nothing"],
 )

@@ -31,8 +31,8 @@ class Config(ExperimentConfig):
     """Values of the random walk; `ExperimentConfig` has the common ones.
 
     Attributes:
-        places: S.
-        samples: N.
+        places: Number of places, S.
+        samples: Number of steps of the walker, N.
     """
 
     places: Annotated[int, Field(ge=2)] = 5
