@@ -1039,7 +1039,7 @@ class _Writer:
 
 
 class Truth(NamedTuple):
-    """What plain autograd says: the loss, the gradient by each parameter, and the parameters with a path to them."""
+    """The truth by plain autograd: the loss, each parameter's gradient, and the parameters with a path to them."""
 
     loss: float
     gradients: dict[str, Tensor]

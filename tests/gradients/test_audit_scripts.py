@@ -324,7 +324,8 @@ def test_of_the_places_behind_an_error_those_keep_their_meaning_that_make_a_cons
     )
     found = _run(tmp_path, "train.py", "--verify")
     assert found.returncode == 0, found.stderr
-    assert "not opened: detach() at train.py:7:17: an operation takes it that has no derivative by it" in found.stdout
+    reason = "it enters an operation that is not differentiable in it"
+    assert f"not opened: detach() at train.py:7:17: {reason}" in found.stdout
     assert "detach()  partial" in found.stdout
     assert "computes the same" in found.stdout
 

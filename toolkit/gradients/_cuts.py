@@ -39,7 +39,7 @@ __all__ = ["NO_DERIVATIVE", "WRITES_STAY_BLOCKED", "CutBoard", "Unrecordable", "
 WRITES_STAY_BLOCKED = "it updates older tensors in place, as an average of weights does; these updates stay blocked"
 """The reason why a region opens only in part."""
 
-NO_DERIVATIVE = "an operation takes it that has no derivative by it"
+NO_DERIVATIVE = "it enters an operation that is not differentiable in it"
 """The reason why a constant is not recorded that an operation takes only as a constant."""
 
 _VIEW = "a view of it, which is in use, becomes a leaf that requires a gradient"

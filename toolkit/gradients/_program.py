@@ -323,7 +323,7 @@ def _among(nodes: Iterable[Any], params: Mapping[str, Tensor]) -> frozenset[str]
 
 
 def coarsest(nodes: Iterable[Any], params: Mapping[str, Tensor]) -> float:
-    """Return the eps of the coarsest dtype in which a gradient by these nodes is computed."""
+    """Return the eps of the coarsest dtype in which a gradient with respect to these nodes is computed."""
     with unobserved():
         found = {parameter.dtype for parameter in params.values()}
         for node in nodes:

@@ -142,7 +142,7 @@ class Rounding:
     def _derivative(
         self, outputs: Tensor | Sequence[GradientEdge], name: str, cotangents: Tensor | Sequence[Tensor]
     ) -> Tensor:
-        """Return the derivative by one parameter."""
+        """Return the derivative with respect to one parameter."""
         inputs = [self._params[name], *self._answers.others]
         return torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)[0]
 

@@ -208,7 +208,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def are_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    """Return whether the gradients by all parameters together are equal up to the rounding of float32."""
+    """Return whether the gradients with respect to all parameters together are equal up to the rounding of float32."""
     distance = norm([flat(found[name]).double() - flat(gradient).double() for name, gradient in expected.items()])
     return bool(distance <= rounding(torch.float32) * norm(expected.values()))
 

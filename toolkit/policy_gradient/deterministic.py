@@ -109,8 +109,8 @@ def dpg_loss(a_t: Tensor, dqda_t: Tensor, dqda_clipping: float | None = None) ->
 def td3_critic_loss(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Tensor) -> Tensor:
     r"""Return the loss of K critics, the sum over k of the mean of ``(Q_k - sg(r + discount min_j Q'_j))^2 / 2``.
 
-    One critic gives DDPG, two give TD3. With the block `CLIPPED_TARGET` in place the gradient by ``Q_k`` is its error
-    e_k over N. Open, the smallest ``Q'`` gets ``-discount sum_k e_k / N`` as well.
+    One critic gives DDPG, two give TD3. With the block `CLIPPED_TARGET` in place the gradient with respect to ``Q_k``
+    is its error e_k over N. Open, the smallest ``Q'`` gets ``-discount sum_k e_k / N`` as well.
 
     Args:
         q_tm1: (K, \*), values of the action that was taken.

@@ -63,9 +63,9 @@ Estimator = Literal["k1", "k2", "k3"]
 def importance_ratios(log_prob_t: Tensor, old_log_prob_t: Tensor | None = None) -> Tensor:
     r"""Return ``pi(a) / sg(pi_old(a)) = exp(log pi - sg(log pi_old))``.
 
-    With the block `OLD_POLICY` in place the gradient by ``log pi`` is the ratio. On-policy, ``log pi_old`` is the same
-    tensor: the value is 1 for every policy, and with the block open the gradient is exactly 0. A ratio too large for
-    its dtype is set near the largest number, without a gradient: clipping an infinite ratio would give NaN.
+    With the block `OLD_POLICY` in place the gradient with respect to ``log pi`` is the ratio. On-policy, ``log pi_old``
+    is the same tensor: the value is 1 for every policy, and with the block open the gradient is exactly 0. A ratio too
+    large for its dtype is set near the largest number, without a gradient: clipping an infinite ratio would give NaN.
 
     Args:
         log_prob_t: (\*).
@@ -199,10 +199,10 @@ def off_policy_pg_loss(
 ) -> Tensor:
     r"""Return the surrogate for actions of another policy, the mean of ``-sg(min(rho, clip)) log pi(a) sg(A)``.
 
-    ``rho = pi(a) / mu(a)``. With both blocks in place the gradient by ``log pi`` is ``-min(rho, clip) A / N``; without
-    clipping its expectation under the behaviour policy mu is the policy gradient. With `IMPORTANCE_WEIGHTS` open and
-    without a clip it is multiplied by ``1 + log pi``: an action less likely than 37 % is pushed in the wrong direction.
-    With `ADVANTAGE` open the advantage gets ``-rho log pi / N``.
+    ``rho = pi(a) / mu(a)``. With both blocks in place the gradient with respect to ``log pi`` is ``-min(rho, clip) A /
+    N``; without clipping its expectation under the behaviour policy mu is the policy gradient. With
+    `IMPORTANCE_WEIGHTS` open and without a clip it is multiplied by ``1 + log pi``: an action less likely than 37 % is
+    pushed in the wrong direction. With `ADVANTAGE` open the advantage gets ``-rho log pi / N``.
 
     Args:
         log_prob_t: (\*), of the policy that learns.
@@ -278,9 +278,9 @@ def kl_penalty(log_prob_t: Tensor, reference_log_prob_t: Tensor, kind: Estimator
 def reverse_kl_loss(log_prob_t: Tensor, reference_log_prob_t: Tensor) -> Tensor:
     r"""Return a surrogate for ``KL(pi || ref)``, the mean of ``sg(log pi - log ref) log pi`` over actions of pi.
 
-    With the block `LOG_RATIO` in place the gradient by ``log pi`` is ``(log pi - log ref) / N``, whose expectation is
-    the gradient of ``KL(pi || ref)``, the same as of k2 in `kl_penalty`. Open, ``log pi / N`` is added, so the entropy
-    is counted twice, and ``log ref`` gets ``-log pi / N``. The value is not the divergence.
+    With the block `LOG_RATIO` in place the gradient with respect to ``log pi`` is ``(log pi - log ref) / N``, whose
+    expectation is the gradient of ``KL(pi || ref)``, the same as of k2 in `kl_penalty`. Open, ``log pi / N`` is added,
+    so the entropy is counted twice, and ``log ref`` gets ``-log pi / N``. The value is not the divergence.
 
     Args:
         log_prob_t: (\*).

@@ -46,9 +46,9 @@ ENTROPY_GAP = block(
 def sac_actor_loss(log_alpha: Tensor, log_prob_t: Tensor, q_t: Tensor) -> Tensor:
     r"""Return the actor's loss, the mean of ``sg(alpha) log pi(a) - Q(a)``, with a reparameterised action a.
 
-    Hold the critic's parameters by `held_critic`. With the block `TEMPERATURE` in place the gradient by ``log pi`` is
-    ``alpha / N``. Open, and with the three losses summed, ``log alpha`` gets ``alpha E[log pi]`` as well; the total is
-    then ``-alpha H`` for every policy: for a negative target entropy H, alpha falls to 0.
+    Hold the critic's parameters by `held_critic`. With the block `TEMPERATURE` in place the gradient with respect to
+    ``log pi`` is ``alpha / N``. Open, and with the three losses summed, ``log alpha`` gets ``alpha E[log pi]`` as well;
+    the total is then ``-alpha H`` for every policy: for a negative target entropy H, alpha falls to 0.
 
     Args:
         log_alpha: A tensor without dimensions.

@@ -86,8 +86,9 @@ def truncated_generalized_advantage_estimation(
 def gae_value_loss(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: Tensor) -> Tensor:
     r"""Return the critic's loss that goes with generalised advantages, the mean of ``(sg(A_t + v_t) - v_t)^2 / 2``.
 
-    ``A_t + v_t`` is the lambda-return, so this is TD(lambda). With the block `VALUE_TARGET` in place the gradient by a
-    value is ``-A_t / N``. Open, it is that of the mean of ``A_t^2 / 2``: later values move away from earlier values.
+    ``A_t + v_t`` is the lambda-return, so this is TD(lambda). With the block `VALUE_TARGET` in place the gradient with
+    respect to a value is ``-A_t / N``. Open, it is that of the mean of ``A_t^2 / 2``: later values move away from
+    earlier values.
 
     Args:
         r_t: (\*, T).
@@ -130,7 +131,7 @@ def vtrace(
     ``target_t = v_tm1 + e_t`` with
     ``e_t = min(clip, rho_t) (r_t + discount_t v_t - v_tm1) + discount_t lambda_t min(1, rho_t) e_{t+1}``.
     With the block `VTRACE_TARGET` in place half of the squared errors has the gradient ``-e`` by `v_tm1`. Open, the
-    target also has a gradient by the values and by importance weights below their bounds.
+    target also has a gradient with respect to the values and to importance weights below their bounds.
 
     Args:
         v_tm1: (\*, T).
@@ -178,7 +179,7 @@ def vtrace_td_error_and_advantage(
 
     ``q_t = r_t + discount_t (lambda_t target_{t+1} + (1 - lambda_t) v_t)``, with v_t alone in the last step, and
     ``pg_advantage_t = min(clip_pg, rho_t) (q_t - v_tm1)``. The block `ADVANTAGE` holds both constant. In rlax they keep
-    the gradient by values and weights; open the block for this.
+    the gradient with respect to values and weights; open the block for this.
 
     Args:
         v_tm1: As in `vtrace`, like all arguments below.

@@ -48,9 +48,9 @@ class ResidualVectorQuantizer(nn.Module):
 
     There is one straight-through step, around the sum. With a straight-through step in each stage, as in other
     implementations, the decoder's gradient arrives at the encoder M times. Here dy/dz is the identity, and every
-    commitment loss keeps its gradient: the gradient by z is :math:`c + \sum_i 2 \beta (r_i - e_i) / n`, for n entries.
-    With the block `RESIDUAL` open, the later commitment losses also train a learnt code e_i, by the opposite of their
-    gradients.
+    commitment loss keeps its gradient: the gradient with respect to z is :math:`c + \sum_i 2 \beta (r_i - e_i) / n`,
+    for n entries. With the block `RESIDUAL` open, the later commitment losses also train a learnt code e_i, by the
+    opposite of their gradients.
 
     Args:
         dim: D.

@@ -161,8 +161,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
     """Return the mean of ``(sg(z) - e)^2`` over all entries, which pulls codes towards the encoder outputs.
 
-    With the block in place the gradient by e is ``2 (e - z) / n``, n entries; with the block open z receives the
-    opposite.
+    With the block in place the gradient with respect to e is ``2 (e - z) / n``, n entries; with the block open z
+    receives the opposite.
 
     Args:
         z: (..., D).

@@ -56,9 +56,9 @@ def dino_loss(
         P_t = \operatorname{softmax}((\operatorname{sg}(x_t) - c) / \tau_t), \quad
         P_s = \operatorname{softmax}(x_s / \tau_s)
 
-    The gradient by :math:`x_s` is the mean over t of :math:`(P_s - P_t) / \tau_s`, and that by :math:`x_t` is 0. With
-    `DINO_TARGET` open, that by :math:`x_t` is the mean over s of :math:`-P_t \odot (\log P_s - E_{P_t} \log P_s) /
-    \tau_t`.
+    The gradient with respect to :math:`x_s` is the mean over t of :math:`(P_s - P_t) / \tau_s`, and that with respect
+    to :math:`x_t` is 0. With `DINO_TARGET` open, the latter is the mean over s of :math:`-P_t \odot (\log P_s
+    - E_{P_t} \log P_s) / \tau_t`.
 
     The centre is the argument `center`, a constant or with a gradient: the centre of earlier batches, as in `DINOLoss`
     and the code of the paper's authors, or the centre after this batch, from `dino_center`.
@@ -258,9 +258,9 @@ def swav_loss(
     .. math:: L_{ts} = -\sum_k Q_{tk} \log P_{sk}, \quad Q_t = \operatorname{sinkhorn}(\operatorname{sg} S_t), \quad
         P_s = \operatorname{softmax}(S_s / \tau)
 
-    t runs over the first `n_assigned` views. The gradient by :math:`S_s` is the mean over t of :math:`(P_s - Q_t) /
-    \tau`. With the block open, the gradient with respect to the codes, :math:`-\log P_s`, is pulled back through all
-    turns of `sinkhorn` to :math:`S_t` as well.
+    t runs over the first `n_assigned` views. The gradient with respect to :math:`S_s` is the mean over t of :math:`(P_s
+    - Q_t) / \tau`. With the block open, the gradient with respect to the codes, :math:`-\log P_s`, is pulled back
+    through all turns of `sinkhorn` to :math:`S_t` as well.
 
     Args:
         scores: Products S of unit embeddings and prototypes, (V, N, K).

@@ -197,7 +197,7 @@ def gradnorm_loss(
     r"""Return :math:`\sum_i |w_i G_i - \mathrm{sg}(\bar G r_i^\alpha)|`, the loss that learns the weights of T tasks.
 
     :math:`\bar G` is the mean of the :math:`w_i G_i`, and :math:`r_i` the loss over its first value, divided by the
-    mean of these quotients. With the block `GRADNORM_TARGET` in place the gradient by :math:`w_i` is
+    mean of these quotients. With the block `GRADNORM_TARGET` in place the gradient with respect to :math:`w_i` is
     :math:`\pm_i G_i`, with the sign of the difference. Opened, :math:`G_i \frac1T \sum_k \pm_k r_k^\alpha` is
     subtracted.
 
@@ -246,7 +246,7 @@ def adaptive_weight(
 ) -> Tensor:
     r"""Return the weight :math:`\|\nabla L_{rec}\| / (\|\nabla L_{adv}\| + \delta)` of an adversarial loss.
 
-    Both gradients are taken by the last layer. With the block `ADAPTIVE_WEIGHT` in place
+    Both gradients are those with respect to `last_layer`. With the block `ADAPTIVE_WEIGHT` in place
     ``reconstruction_loss + weight * adversarial_loss`` has the gradient :math:`g_{rec} + \lambda g_{adv}`, whose parts
     have nearly the same length at the last layer. Opened, second derivatives are added.
 

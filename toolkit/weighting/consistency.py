@@ -53,8 +53,8 @@ def consistency_loss(
         t: Higher levels, (N,).
         earlier: Lower levels s, (N,).
         target: The model of the target, a moving average for example. None: `model` itself.
-        c: If given, the loss is the pseudo-Huber distance :math:`\sqrt{\|\Delta\|^2 + c^2} - c`, whose gradient by the
-            prediction is :math:`\Delta / \sqrt{\|\Delta\|^2 + c^2}`.
+        c: If given, the loss is the pseudo-Huber distance :math:`\sqrt{\|\Delta\|^2 + c^2} - c`, whose gradient with
+            respect to the prediction is :math:`\Delta / \sqrt{\|\Delta\|^2 + c^2}`.
 
     Returns:
         (N,). The caller chooses the weight of a level, for example ``1 / (t - earlier)``.

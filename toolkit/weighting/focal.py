@@ -45,8 +45,9 @@ def sigmoid_focal_loss(
 ) -> Tensor:
     r"""Return focal losses :math:`-\alpha_t (1 - p_t)^\gamma \log p_t` of independent binary decisions, in nats.
 
-    With :math:`y = 2t - 1` for a target t of 0 or 1, :math:`p_t` is the sigmoid of :math:`y x`, and the gradient by the
-    logit x is :math:`\alpha_t y (1 - p_t)^\gamma (\gamma p_t \log p_t + p_t - 1)`. Nothing is held constant.
+    With :math:`y = 2t - 1` for a target t of 0 or 1, :math:`p_t` is the sigmoid of :math:`y x`, and the gradient with
+    respect to the logit x is :math:`\alpha_t y (1 - p_t)^\gamma (\gamma p_t \log p_t + p_t - 1)`. Nothing is held
+    constant.
 
     Args:
         inputs: Logits, (\*); infinite logits are certain decisions.

@@ -46,7 +46,8 @@ def sinkhorn_loss(
 
     Args:
         cost: M, (\*, N, M).
-        a: Weights that sum to 1, (\*, N). None: uniform. With the block open the gradient by a weight of 0 is NaN.
+        a: Weights that sum to 1, (\*, N). None: uniform. With the block open the gradient with respect to a weight of 0
+            is NaN.
         b: Likewise, (\*, M).
         epsilon: Strength of the entropy, in the units of the cost.
         iterations: Updates of each potential.

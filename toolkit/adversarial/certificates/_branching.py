@@ -87,8 +87,9 @@ def optimise(cases: Cases, chain: list[Affine], steps: int, errors: list[float])
 
     For fixed slopes and multipliers the bound is ``min_x a . x + c`` as in `relaxed_lower_bound`, with the multipliers'
     part ``- sign * price * z`` added: the added part is not positive where the assumption holds, so any price that is
-    not negative gives a bound. The derivative by a slope or a price depends on the value ``v`` of the unit by its lines
-    at the minimiser x: it is the coefficient times v, or ``- sign * v``. Steps follow the signs of the derivatives.
+    not negative gives a bound. The derivative with respect to a slope or a price depends on the value ``v`` of the unit
+    by its lines at the minimiser x: it is the coefficient times v, or ``- sign * v``. Steps follow the signs of the
+    derivatives.
 
     Args:
         cases: The cases.

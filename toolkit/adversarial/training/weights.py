@@ -26,7 +26,7 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
     """Return the loss at the weights that `weight_perturbation` finds: ``loss(w + v)``.
 
     It stands for ``max_{v : |v_l| <= gamma |w_l|} loss(w + v)``. With the block `WEIGHT_PERTURBATION` in place its
-    gradient by w is the gradient of the loss at ``w + v``.
+    gradient with respect to w is the gradient of the loss at ``w + v``.
 
     Batch normalisation in training mode updates its running statistics once, from the forward pass at the unperturbed
     weights, and keeps them; the pass at the perturbed weights works on copies of the buffers. Both passes draw the same

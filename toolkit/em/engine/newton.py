@@ -68,10 +68,10 @@ class _Point:
     """A mixture, its log-likelihood in nats per sample, and on demand the quadratic model of it.
 
     In the coordinates ``y = P_k^T (x - m_k)``, in which component k is standard normal, its log-joint changes by ``a_k
-    + b_k y + sum_{i <= j} c_kij y_i y_j`` less a log-normaliser. The derivatives by ``(a_k, b_k, c_k)`` are ``u_nk =
-    (1, y, y_i y_j - [i = j])``, so the gradient is ``sum_n r_nk u_nk``, and minus the Hessian is the diagonal of the
-    complete data, less ``sum_n r_nk u_nk u_nk^T`` in block k, plus ``sum_n w_n w_n^T`` with the blocks ``r_nk u_nk`` of
-    ``w_n``.
+    + b_k y + sum_{i <= j} c_kij y_i y_j`` less a log-normaliser. The derivatives with respect to ``(a_k, b_k, c_k)``
+    are ``u_nk = (1, y, y_i y_j - [i = j])``, so the gradient is ``sum_n r_nk u_nk``, and minus the Hessian is the
+    diagonal of the complete data, less ``sum_n r_nk u_nk u_nk^T`` in block k, plus ``sum_n w_n w_n^T`` with the blocks
+    ``r_nk u_nk`` of ``w_n``.
     """
 
     def __init__(self, data: SmallData, mixture: SmallMixture) -> None:

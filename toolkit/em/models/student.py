@@ -413,7 +413,7 @@ def _digamma_series(z: Tensor) -> Tensor:
 def _slope_and_curvature(distances: Tensor, share: Tensor, degrees: Tensor, d: int) -> tuple[Tensor, Tensor]:
     r"""Return the first and second derivative of the mean log-density by :math:`\log \nu`, two of (K,).
 
-    With :math:`w = \delta / (\nu + \delta)`, the tail's derivative by :math:`\nu` is
+    With :math:`w = \delta / (\nu + \delta)`, the tail's derivative with respect to :math:`\nu` is
     :math:`\frac12 \log(1 - w) + \frac12 (1 + D / \nu) w`.
     """
     w = distances / (degrees + distances)
