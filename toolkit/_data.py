@@ -196,7 +196,7 @@ class Chunks:
     Attributes:
         again: Returns the checked chunks (B, D) with their weights (B,) or None, at each call.
         form: The form of the first chunk; the others are converted to its dtype and device.
-        n_samples: N.
+        n_samples: Number of samples, N.
     """
 
     again: Callable[[], Iterator[Chunk]]

@@ -23,8 +23,8 @@ def bfloat16_is_faster(n_rows: int, n_inputs: int, n_outputs: int, dtype: torch.
 
     Args:
         n_rows: N of the product (N, D) (D, H).
-        n_inputs: D.
-        n_outputs: H.
+        n_inputs: Number of inputs, D.
+        n_outputs: Number of outputs, H.
         dtype: Floating-point type of the factors and of the product.
         device: Their device.
     """

@@ -89,7 +89,7 @@ def mlp(
     """Return a multilayer perceptron: linear layers with an activation between them.
 
     Args:
-        n_features: D.
+        n_features: Number of features, D.
         n_classes: Number of logits.
         widths: Units of the hidden layers. An empty sequence makes a linear classifier.
         activation: Makes the module that follows each hidden layer.
@@ -136,7 +136,7 @@ def small_cnn(
 
     Args:
         n_classes: Number of logits.
-        in_channels: C.
+        in_channels: Number of channels of the images, C.
         image_size: H, which is also W.
         widths: Channels of the convolutions. Each pads its input with one ring of zeros.
         strides: Strides of the convolutions, as many as `widths`.
@@ -187,7 +187,7 @@ def preactivation_resnet18(
 
     Args:
         n_classes: Number of logits.
-        in_channels: C.
+        in_channels: Number of channels of the images, C.
         width: Channels of the first stage: 64 makes the network of the literature, 11 million parameters.
         activation: Makes each activation.
         generator: Draws the convolutions from a normal distribution of variance 2 / fan-out, and the linear layer as in

@@ -54,7 +54,7 @@ def phantom(
     Args:
         function: f: (N, \*) to (N, \*); it may use any tensors with a gradient.
         start: The first iterate, (N, \*).
-        steps: K.
+        steps: Number of attached steps, which have a graph, K.
         damping: :math:`\tau`, above 0 and at most 1.
         solver: Finds the fixed point: `fixed_point`, its arguments set with `functools.partial`.
 

@@ -91,7 +91,7 @@ def truncated_scan(
             example the ``(h, c)`` of an LSTM.
         state: The first state.
         inputs: (T, ...), or a sequence of T inputs.
-        every: k.
+        every: Number of steps in a piece, k.
 
     Returns:
         The last state, and the outputs (T, ...).

@@ -278,13 +278,14 @@ def kl_penalty(log_prob_t: Tensor, reference_log_prob_t: Tensor, kind: Estimator
 def reverse_kl_loss(log_prob_t: Tensor, reference_log_prob_t: Tensor) -> Tensor:
     r"""Return a surrogate for ``KL(pi || ref)``, the mean of ``sg(log pi - log ref) log pi`` over actions of pi.
 
-    With the block `LOG_RATIO` in place the gradient with respect to ``log pi`` is ``(log pi - log ref) / N``, whose
-    expectation is the gradient of ``KL(pi || ref)``, the same as of k2 in `kl_penalty`. Open, ``log pi / N`` is added,
-    so the entropy is counted twice, and ``log ref`` gets ``-log pi / N``. The value is not the divergence.
+    With the block `LOG_RATIO` in place the gradient with respect to ``log pi`` is ``(log pi - log ref) / N``, that of
+    the mean of k2 in `kl_penalty`. It is an unbiased estimate of the gradient of ``KL(pi || ref)``. Open, ``log pi /
+    N`` is added, so the entropy is counted twice, and ``log ref`` gets ``-log pi / N``. The value is not the
+    divergence.
 
     Args:
-        log_prob_t: (\*).
-        reference_log_prob_t: (\*).
+        log_prob_t: Log-probabilities of the N actions, drawn from pi, under pi, (\*).
+        reference_log_prob_t: Log-probabilities of the same actions under the reference policy, (\*).
 
     Returns:
         A scalar.

@@ -171,7 +171,7 @@ def kmeans_codebook(
 
     Args:
         z: (..., D), at least K vectors.
-        codebook_size: K.
+        codebook_size: Number of codes in the codebook, K.
         steps: Number of Lloyd's steps.
         generator: Draws K different vectors on the CPU. None: torch's global generator.
 
@@ -208,7 +208,7 @@ def codebook_perplexity(indices: Tensor, codebook_size: int) -> Tensor:
 
     Args:
         indices: Of any shape.
-        codebook_size: K.
+        codebook_size: Number of codes in the codebook, K.
 
     Returns:
         A scalar; NaN without indices.

@@ -53,9 +53,9 @@ class ResidualVectorQuantizer(nn.Module):
     opposite of their gradients.
 
     Args:
-        dim: D.
-        codebook_size: K.
-        n_quantizers: M.
+        dim: Number of entries of a vector, D.
+        codebook_size: Number of codes in the codebook, K.
+        n_quantizers: Number of stages, M.
         commitment: As in `VectorQuantizer`, like all arguments below.
         learning: ``"average"`` or ``"loss"``.
         decay: Share of an average that is left after a batch.

@@ -221,8 +221,8 @@ class VectorQuantizer(nn.Module):
     same. Inputs of lower precision than the codebook are quantized in its precision.
 
     Args:
-        dim: D.
-        codebook_size: K.
+        dim: Number of entries of a vector, D.
+        codebook_size: Number of codes in the codebook, K.
         commitment: :math:`\beta`.
         learning: ``"average"``: codes are moving averages of their vectors. ``"loss"``: the optimiser trains them.
         decay: Share of an average that is left after a batch.

@@ -134,7 +134,7 @@ def chain_distribution(rbm: RBM | Joint, start: Tensor, *, steps: int) -> Tensor
     Args:
         rbm: The machine.
         start: :math:`p_0`, (S,), for example from `data_distribution`.
-        steps: k.
+        steps: Number of Gibbs steps, k.
 
     Returns:
         (S,). It carries a gradient if the parameters do; no block is applied.
@@ -172,7 +172,7 @@ def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence:
     Args:
         rbm: The machine.
         start: :math:`p_0`, (S,), for example from `data_distribution`.
-        steps: k.
+        steps: Number of Gibbs steps, k.
         divergence: The name of the surrogate.
 
     Returns:
@@ -218,7 +218,7 @@ def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[st
     Args:
         rbm: The machine.
         start: :math:`p_0`, (S,), for example from `data_distribution`.
-        steps: k.
+        steps: Number of Gibbs steps, k.
 
     Returns:
         ``"likelihood"``, ``"blocked"`` (CD-k), ``"third_term"``, ``"improved"`` and ``"unblocked"`` -> the names of the

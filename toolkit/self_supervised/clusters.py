@@ -134,7 +134,7 @@ class DINOLoss(nn.Module):
     In distributed training each process has its own centre.
 
     Args:
-        output_dim: K.
+        output_dim: Number of outputs, K.
         student_temperature: As in `dino_loss`.
         teacher_temperature: As in `dino_loss`; the attribute may be changed by a schedule.
         center_momentum: m of `dino_center`.

@@ -108,8 +108,8 @@ class KeyQueue(nn.Module):
     Calling it with new keys returns the keys from before them, and adds the new ones. In evaluation mode it adds none.
 
     Args:
-        size: Q.
-        n_features: D.
+        size: Number of keys in the queue, Q.
+        n_features: Number of features, D.
         generator: Draws the first keys, random directions. None: torch's global generator.
 
     Attributes:

@@ -203,7 +203,7 @@ def gradnorm_loss(
 
     Args:
         weights: w, (T,), the leaves to be learned.
-        gradient_norms: G, (T,): norms of the gradients of the losses, without weights, by the last shared layer.
+        gradient_norms: G, (T,): norms of the losses' gradients, without weights, with respect to the last shared layer.
         losses: Current losses, (T,), or a sequence of T scalars.
         initial_losses: Losses at the first step, likewise.
         alpha: Strength of the pull on slow tasks; 0 makes all norms equal.

@@ -101,7 +101,7 @@ class BatchRenorm(nn.Module):
     1 and 0, which is batch normalisation, and raises them.
 
     Args:
-        num_features: C.
+        num_features: Number of channels, C.
         eps: Added to the variance of a batch.
         momentum: Share of the batch in the running statistics.
         affine: Whether a learned scale and shift of each channel follow.

@@ -74,10 +74,12 @@ class ParsimoniousCovariances(Movable):
     Leading dimensions, the same for all three tensors, are batches.
 
     Attributes:
-        model: One of the fourteen.
-        log_volumes: (..., G): the log of the D-th root of the determinant.
-        log_shapes: (..., G, D), each row sums to 0.
-        axes: (..., G, D, D) (see the module).
+        model: One of the fourteen `COVARIANCE_MODELS`: three letters, for volume, shape and orientation.
+        log_volumes: (..., G): the log of the D-th root of the determinant. Here and below, G is K if the letter is V,
+            and 1 otherwise.
+        log_shapes: (..., G, D): the logs of the variances along the axes, less the log volume; each row sums to 0.
+        axes: (..., G, D, D): orthogonal matrices for EEV, VEV, EVE and VVE, unit upper triangular ones for EEE, VEE,
+            EVV and VVV, and the identity for the others.
 
     Raises:
         ValueError: If the model is unknown, or the shapes do not fit together.
@@ -171,9 +173,9 @@ def n_free_parameters(model: CovarianceModel, n_components: int, n_features: int
     """Return the number of free parameters: K - 1 weights, KD means, and those of the covariances.
 
     Args:
-        model: One of the fourteen.
-        n_components: K.
-        n_features: D.
+        model: One of the fourteen `COVARIANCE_MODELS`, ``"VEV"`` for example.
+        n_components: Number of components, K.
+        n_features: Number of features, D.
 
     References:
         Celeux & Govaert, "Gaussian parsimonious clustering models", 1995, table 1.
@@ -205,7 +207,7 @@ def covariances_from_scatter(
       several local minima: without a `start` the lowest of the minima from K + 1 starts is returned.
 
     Args:
-        model: One of the fourteen.
+        model: One of the fourteen `COVARIANCE_MODELS`, ``"VEV"`` for example.
         counts: (K,), positive.
         scatter: (K, D, D). The diagonals (K, D) are enough for axis-aligned models; the sum (1, D, D) is for EEE.
         start: Covariances at which iterations start; the result is never worse.

@@ -69,7 +69,7 @@ def fit(
             weights (B,), from any source that can be read again for each pass: a list, a DataLoader, a memory-mapped
             array, an object with ``__iter__``, a function that returns a new iterator. With ``cache=False`` chunks are
             not kept.
-        n_components: K, at most N.
+        n_components: Number of components, K; at most N.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         sample_weight: (N,), not negative: how often each sample counts. None: once.
         tol: Bound of convergence, in nats per sample: see `climb`. 0 takes all `max_iter` plain steps.

@@ -113,7 +113,7 @@ def prepare(
     Args:
         x: (N, D), or a reader of its rows.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
-        n_components: K.
+        n_components: Number of components, K.
         sample_weight: (N,), not negative.
         cache: Whether the transposed data are kept. If not, every pass transposes them again.
         group: The ranks that hold parts of the data.

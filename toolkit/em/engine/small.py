@@ -117,7 +117,7 @@ class SmallData:
     Args:
         data: The data as samples, one chunk on the CPU (see `is_small`).
         structure: That of the covariances.
-        n_components: K.
+        n_components: Number of components, K.
         ridge: Added to every variance, or a matrix (D, D) that is added to every covariance.
 
     Attributes:

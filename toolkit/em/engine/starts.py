@@ -83,7 +83,7 @@ def start(
 
     Args:
         x: (N, D), float32 or float64, finite.
-        n_components: K, at most N.
+        n_components: Number of components, K; at most N.
         covariance_type: As in `fit`.
         sample_weight: (N,), not negative: how often each sample counts.
         init: How to choose the means. ``"random_from_data"``: distinct samples. ``"k-means++"``: samples that are far
@@ -315,7 +315,7 @@ def _distinct(x: Tensor, weights: Tensor, n_means: int, generator: torch.Generat
     Args:
         x: (N, D).
         weights: (N,).
-        n_means: K.
+        n_means: Number of means, K.
         generator: Randomness. None is torch's global generator.
     """
     order = torch.randperm(len(weights), generator=generator, device=device_of(generator, weights)).to(weights.device)
@@ -345,10 +345,10 @@ def seeds(
 
     Args:
         x: (N, D), finite; 0 where a feature is missing.
-        n_means: K.
+        n_means: Number of means, K.
         weights: (N,): multiplies the probabilities. None: all 1.
         generator: Randomness. None is torch's global generator.
-        n_starts: R.
+        n_starts: Number of starts, R.
         seen: As in `lloyd`. Two samples are compared in the features that both have.
 
     Returns:

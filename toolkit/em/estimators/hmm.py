@@ -35,7 +35,7 @@ class GaussianHMM(BaseHMM):
     in float32.
 
     Args:
-        n_components: K.
+        n_components: Number of hidden states, K.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         reg_covar: Added to every variance, in the data's units squared.
         startprob_prior: Dirichlet concentrations, one or (K,). 1 is no prior.
@@ -61,7 +61,7 @@ class GaussianHMM(BaseHMM):
         n_iter_: EM steps that the fit took.
         log_likelihood_: Nats per step, with the priors' log-densities.
         history_: `log_likelihood_` at the start and after each step taken, (n,). It never falls.
-        n_features_in_: D.
+        n_features_in_: Number of features, D.
 
     References:
         Rabiner, "A tutorial on hidden Markov models and selected applications in speech recognition", 1989.
@@ -172,7 +172,7 @@ class CategoricalHMM(BaseHMM):
     """A hidden Markov model whose states emit symbols, fitted by Baum-Welch.
 
     Args:
-        n_components: K.
+        n_components: Number of hidden states, K.
         startprob_prior: Dirichlet concentrations, one or (K,). 1 is no prior.
         transmat_prior: Dirichlet concentrations, one or (K, K). 1 is no prior.
         emissionprob_prior: Dirichlet concentrations, one or (K, M). 1 is no prior.

@@ -116,7 +116,7 @@ class GaussianMixture(OnlineMixture):
     covariance models, `partial_fit`, `icl` and `standard_errors`.
 
     Args:
-        n_components: K.
+        n_components: Number of components, K.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``, or one of mclust's fourteen models, such
             as ``"VEV"``. The letters say whether components differ in volume, shape and orientation (E: equal,
             V: varying, I: aligned with the axes). A model needs samples in memory, and its covariances are matrices
@@ -167,7 +167,7 @@ class GaussianMixture(OnlineMixture):
         lower_bounds_: `history_` without the start, as a list.
         collapsed_: Indices of the degenerate components, which are empty or would be singular without `reg_covar`. A
             `CollapseWarning` names them.
-        n_features_in_: D.
+        n_features_in_: Number of features, D.
         feature_names_in_: (D,), if the samples came with names.
 
     References:

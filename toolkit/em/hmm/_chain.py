@@ -50,7 +50,7 @@ class Chain:
 
     Args:
         lengths: (S,), positive.
-        n_states: K.
+        n_states: Number of states, K.
     """
 
     def __init__(self, lengths: Sequence[int], n_states: int) -> None:

@@ -97,7 +97,7 @@ class Plan:
         chunks: The chunks, which together hold each step once.
         chains: The blocks of each sequence that is cut, in order: (sequence, first block, block after the last).
         n_blocks: Blocks in all.
-        n_sequences: S.
+        n_sequences: Number of sequences, S.
     """
 
     chunks: tuple[Chunk, ...]
@@ -120,7 +120,7 @@ def plan(
 
     Args:
         lengths: (S,), positive.
-        n_states: K.
+        n_states: Number of states, K.
         device: Device of the indices.
         item_size: Bytes of a number.
         block: Steps of a block; longer sequences are cut. 0: no sequence is cut. None: the length that is estimated to

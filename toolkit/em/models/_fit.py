@@ -55,7 +55,7 @@ def fit_family(
         family: `BernoulliMixture`, `PoissonMixture`, `CategoricalMixture`, `StudentMixture`, `FactorAnalysers`,
             `DistributionMixture`, or another class with the same methods.
         x: (N, D).
-        n_components: K, at most N.
+        n_components: Number of components, K; at most N.
         n_init: Number of starts, which the family chooses. The best fit is returned.
         sample_weight: (N,), not negative, not all 0. None: all 1.
         accelerate: As in `climb`.

@@ -112,7 +112,7 @@ class DistributionMixture(Components):
 
         Args:
             x: (N, D), floating point.
-            n_components: K, at most N.
+            n_components: Number of components, K; at most N.
             build: As in the class.
             guess: Returns parameters of one component from samples (n, D) that are assigned to it; estimates by moments
                 are enough. As n may be 1, keep a variance, say, away from 0.

@@ -114,7 +114,7 @@ class FactorAnalysers(Located):
 
         Args:
             x: (N, D), floating point, finite.
-            n_components: K, at most N.
+            n_components: Number of components, K; at most N.
             n_factors: q, at most D.
             noise_type: As in the class.
             sample_weight: (N,), not negative. None: all 1.

@@ -254,7 +254,7 @@ def fit_missing(
 
     Args:
         x: (N, D), float32 or float64, finite where observed, NaN where missing.
-        n_components: K, at most the number of samples with a value.
+        n_components: Number of components, K; at most the number of samples with a value.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         sample_weight: (N,), finite, not negative, not all 0. None: all 1.
         tol: As in `climb`.
@@ -334,7 +334,7 @@ def start_missing(
 
     Args:
         x: (N, D), NaN where missing.
-        n_components: K, at most the number of samples with a value and a weight.
+        n_components: Number of components, K; at most the number of samples with a value and a weight.
         covariance_type: As in `fit_missing`.
         sample_weight: (N,), not negative: samples of weight 0 are left out, the others count alike. None: all 1.
         init: As in `start`.

@@ -113,7 +113,7 @@ class Prior(Movable):
 
         Args:
             x: (N, D), finite or NaN.
-            n_components: K.
+            n_components: Number of components, K.
             covariance_type: The type, which sets the shape of the scale.
             sample_weight: (N,), not negative. None: all 1.
 

@@ -68,8 +68,8 @@ def fit_parsimonious(
 
     Args:
         x: (N, D), float32 or float64, finite. Arithmetic is in float64.
-        n_components: K, at most N.
-        model: One of the fourteen.
+        n_components: Number of components, K; at most N.
+        model: One of the fourteen `COVARIANCE_MODELS`, ``"VEV"`` for example.
         sample_weight: (N,), not negative, not all 0. None: all 1.
         tol: As in `climb`: nats per sample.
         max_iter: As in `climb`.

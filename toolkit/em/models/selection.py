@@ -155,7 +155,7 @@ class Candidate:
 
     Attributes:
         model: The covariance model.
-        n_components: K.
+        n_components: Number of components, K.
         n_parameters: Number of free parameters.
         verdict: ``"sound"``; ``"spike"``: the best fit has a degenerate component, and no start led to a sound fit;
             ``"singular"``: a covariance became singular from every start.

@@ -155,7 +155,7 @@ class StudentMixture(Located):
 
         Args:
             x: (N, D), floating point, finite.
-            n_components: K, at most N.
+            n_components: Number of components, K; at most N.
             covariance_type: ``"full"`` or ``"diag"``.
             degrees_of_freedom: One fixed value for all components. None: estimated, starting at 10.
             sample_weight: (N,), not negative. None: all 1.

@@ -51,7 +51,7 @@ def tempered_start(
 
     Args:
         rbm: The machine.
-        n_temperatures: T.
+        n_temperatures: Number of temperatures, T.
         n_chains: M, chains at each temperature.
         reference: As in `parallel_tempering`.
         generator: Draws the units. None: torch's default generator.

@@ -499,7 +499,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         chains may stay in their modes.
 
         Args:
-            n_samples: N.
+            n_samples: Number of samples, N.
             steps: Gibbs steps of the chains.
 
         Returns:

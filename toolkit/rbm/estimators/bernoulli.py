@@ -65,7 +65,7 @@ class BernoulliRBM(BaseRBM):
     reconstruction, tensors on any device, and chunks of rows.
 
     Args:
-        n_components: H.
+        n_components: Number of hidden units, H.
         learning_rate: The step size; see `schedule`. None: 0.1 if `batch_size` or `n_iter` is given, else
             :math:`3.2 / \sqrt D`, at most 0.4; a quarter of that in `partial_fit`, where the rate is constant.
         batch_size: Rows of a batch. None: 10 if `learning_rate` or `n_iter` is given, else 100.
@@ -106,7 +106,7 @@ class BernoulliRBM(BaseRBM):
         log_partition_: Log Z, nats.
         rbm_: The machine as a `toolkit.rbm.RBM`.
         n_iter_: Epochs of the last `fit`.
-        n_features_in_: D.
+        n_features_in_: Number of features, D.
         feature_names_in_: (D,), if the rows have feature names.
 
     References:

@@ -40,7 +40,7 @@ class GaussianRBM(BaseRBM):
     and results are exactly those of a machine for the data in their own units.
 
     Args:
-        n_components: H.
+        n_components: Number of hidden units, H.
         learning_rate: The step size at the beginning.
         batch_size: Rows of a batch.
         n_iter: Epochs, passes over all rows.
@@ -72,7 +72,7 @@ class GaussianRBM(BaseRBM):
         log_partition_: Log Z in standardised coordinates, nats.
         rbm_: The machine as a `toolkit.rbm.RBM`, for rows in the units of the data.
         n_iter_: Epochs of the last `fit`.
-        n_features_in_: D.
+        n_features_in_: Number of features, D.
         feature_names_in_: (D,), if the rows have feature names.
 
     References:

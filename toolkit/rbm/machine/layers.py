@@ -211,13 +211,16 @@ class Gaussian(Layer):
     .. math::
         a(u) = -\frac{(u - b)^2}{2 \sigma^2}, \qquad s(u) = \frac{u}{\sigma^2}, \qquad \sigma^2 = e^z
 
+    Attributes:
+        bias: The means b where the input is 0, (\*, C).
+        log_variance: z, (\*, C).
+
     References:
         Cho, Ilin & Raiko, "Improved learning of Gaussian-Bernoulli restricted Boltzmann machines", 2011, equations 3
         to 7.
     """
 
     log_variance: Tensor
-    r"""(\*, C), z."""
 
     more_parameters: ClassVar[tuple[str, ...]] = ("log_variance",)
     draws_carry_gradients: ClassVar[bool] = True
@@ -295,10 +298,14 @@ class Gaussian(Layer):
 
 @dataclass(frozen=True)
 class Categorical(Layer):
-    r"""Potts units: each is in one of Q states, as Q columns of which one is 1. :math:`a(u) = b \cdot u`."""
+    r"""Potts units: each is in one of Q states, as Q columns of which one is 1. :math:`a(u) = b \cdot u`.
+
+    Attributes:
+        bias: b, (\*, C) with C = U Q.
+        categories: Number of states of a unit, Q.
+    """
 
     categories: int
-    """Q."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "categories", integer("categories", self.categories, 2))

@@ -49,8 +49,8 @@ class RBM(nn.Module):
     `FusedTrainer`.
 
     Args:
-        n_visible: V.
-        n_hidden: H.
+        n_visible: Number of visible units, V.
+        n_hidden: Number of hidden units, H.
         visible: Kind of the visible units: ``"bernoulli"``, ``"gaussian"`` or ``"categorical"``.
         hidden: Kind of the hidden units: ``"bernoulli"`` or ``"rectified"``.
         categories: Q, for categorical visible units only.

@@ -107,7 +107,7 @@ class BernoulliMixture(Components):
 
         Args:
             x: (N, D), each 0, 1 or NaN.
-            n_components: K, at most N.
+            n_components: Number of components, K; at most N.
             sample_weight: (N,), not negative. None: all 1.
             pseudo_count: As in the class.
             generator: Randomness. None is torch's global generator.

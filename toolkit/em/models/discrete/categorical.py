@@ -120,7 +120,7 @@ class CategoricalMixture(Components):
 
         Args:
             x: (N, D) codes from 0; negative or NaN where there is none.
-            n_components: K, at most N.
+            n_components: Number of components, K; at most N.
             n_categories: Categories of each feature. None: one more than the largest code.
             sample_weight: (N,), not negative. None: all 1.
             pseudo_count: As in the class.

@@ -127,7 +127,7 @@ class PoissonMixture(Components):
 
         Args:
             x: (N, D) counts, or NaN.
-            n_components: K, at most N.
+            n_components: Number of components, K; at most N.
             sample_weight: (N,), not negative. None: all 1.
             pseudo_count: As in the class, with the means of the data for `prior_rates`.
             generator: Randomness. None is torch's global generator.
