@@ -15,7 +15,7 @@ import torch
 from scipy.linalg import lapack
 from torch import Tensor
 
-from toolkit._data import library
+from toolkit._data import as_tensor, library
 from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, raise_if_singular
 
 __all__ = ["FULL", "TIED", "are_definite", "factored", "quadratic_form", "symmetric_products"]
@@ -227,12 +227,26 @@ class _Tied(_Matrices):
 
 def factored(covariances: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors of the inverses of matrices (..., D, D), and the mask (...,) of positive definite ones."""
-    lower, failed = torch.linalg.cholesky_ex(covariances)
-    variances = covariances.diagonal(dim1=-2, dim2=-1)
-    least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
-    sound = (failed == 0) & (lower.diagonal(dim1=-2, dim2=-1).square() > least).all(-1)
-    inverse: Tensor = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False)
-    return inverse.mT, sound
+    lower, positive = cholesky(covariances)
+    of, variances = library(covariances), covariances.diagonal(0, -2, -1)
+    least = variances.shape[-1] * float(of.finfo(covariances.dtype).eps) * variances
+    sound = positive & (lower.diagonal(0, -2, -1) ** 2 > least).all(-1)
+    return inverse_of_lower(lower).mT, sound
+
+
+def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower factors of matrices (..., D, D), tensor or array, and the mask (...,) of positive definite ones."""
+    lower, failed = torch.linalg.cholesky_ex(as_tensor(matrices))
+    if isinstance(matrices, np.ndarray):  # NumPy's own function raises at the first that is not
+        return cast(Tensor, lower.numpy()), cast(Tensor, failed.numpy() == 0)
+    return lower, failed == 0
+
+
+def inverse_of_lower(lower: Tensor) -> Tensor:
+    """Return the inverses of lower triangular matrices (..., D, D), tensor or array."""
+    several = as_tensor(lower)
+    inverse = torch.linalg.solve_triangular(several, identity_like(several), upper=False)
+    return cast(Tensor, inverse.numpy()) if isinstance(lower, np.ndarray) else inverse
 
 
 def are_definite(matrices: Any) -> bool:

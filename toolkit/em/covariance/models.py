@@ -32,14 +32,16 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer
+from toolkit._data import library
 from toolkit._tensors import tensors
 from toolkit.em.components import Movable
 from toolkit.em.covariance.axes import DIAG, SPHERICAL
-from toolkit.em.covariance.matrices import FULL, TIED, factored
+from toolkit.em.covariance.matrices import FULL, TIED, cholesky, factored, inverse_of_lower
 from toolkit.em.covariance.orientations import (
     INNER_STEPS_UNSEEN,
     cayley,
     common_axes,
+    entries_above_diagonal,
     is_batched,
     strictly_upper,
     to_skew,
@@ -120,7 +122,7 @@ class ParsimoniousCovariances(Movable):
     @property
     def factors(self) -> Tensor:
         """Factors of the precisions, (..., G, D, D), triangular for triangular axes: precision = factor @ factor.T."""
-        return self.axes * (-0.5 * self.log_variances).exp()[..., None, :]
+        return self.axes * library(self.axes).exp(-0.5 * self.log_variances)[..., None, :]
 
     @property
     def covariances(self) -> Tensor:
@@ -154,8 +156,7 @@ class ParsimoniousCovariances(Movable):
         if self.model[1] != "I":
             coordinates["log_shapes"] = self.log_shapes[..., :-1]
         if self.model[2] != "I":
-            rows, columns = torch.triu_indices(self.n_features, self.n_features, 1, device=self.axes.device)
-            coordinates["axes"] = model_of(self.model).free_entries(self.axes)[..., rows, columns]
+            coordinates["axes"] = entries_above_diagonal(model_of(self.model).free_entries(self.axes))
         return coordinates
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> ParsimoniousCovariances:
@@ -163,7 +164,7 @@ class ParsimoniousCovariances(Movable):
         log_shapes, axes = self.log_shapes, self.axes
         if self.model[1] != "I":
             free = values["log_shapes"]
-            log_shapes = torch.cat([free, -free.sum(-1, keepdim=True)], -1)
+            log_shapes = library(free).concatenate([free, -free.sum(-1, keepdims=True)], -1)
         if self.model[2] != "I":
             axes = model_of(self.model).axes(strictly_upper(values["axes"], self.n_features))
         return dataclasses.replace(self, log_volumes=values["log_volumes"], log_shapes=log_shapes, axes=axes)
@@ -313,14 +314,15 @@ class _AxisAligned(Model):
     """EII VII EEI VEI EVI VVI: the axes are the identity."""
 
     def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
-        factor = (-0.5 * covariances.log_variances).exp()
+        factor = library(covariances.axes).exp(-0.5 * covariances.log_variances)
         return factor[..., 0] if self.structure is SPHERICAL else factor
 
     def m_step(
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
     ) -> tuple[ParsimoniousCovariances, Tensor]:
-        spread = scatter if scatter.ndim == counts.ndim + 1 else scatter.diagonal(dim1=-2, dim2=-1)
-        axes = torch.diag_embed(torch.ones_like(spread[..., :1, :]))
+        spread = scatter if scatter.ndim == counts.ndim + 1 else scatter.diagonal(0, -2, -1)
+        # In the shape of a batch, also under vmap.
+        axes = library(spread).ones_like(spread[..., :1, :, None]) * identity_like(spread)
         return _along(self.name, counts, spread, axes, start, inner_steps)
 
 
@@ -358,7 +360,7 @@ class _Orthogonal(Model):
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
     ) -> tuple[ParsimoniousCovariances, Tensor]:
         # The trace is least if the eigenvalues of both are paired in order (von Neumann).
-        eigenvalues, axes = torch.linalg.eigh(scatter)
+        eigenvalues, axes = library(scatter).linalg.eigh(scatter)
         return _along(self.name, counts, eigenvalues, axes, start, inner_steps)
 
 
@@ -369,7 +371,7 @@ class _CommonOrientation(_Orthogonal):
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
     ) -> tuple[ParsimoniousCovariances, Tensor]:
         axes = common_axes(self.name, counts, scatter, None if start is None else start.axes, inner_steps)
-        spread = (axes.mT @ scatter @ axes).diagonal(dim1=-2, dim2=-1)
+        spread = (axes.mT @ scatter @ axes).diagonal(0, -2, -1)
         return _along(self.name, counts, spread, axes, start, inner_steps)
 
 
@@ -418,28 +420,29 @@ def _along(
     inner_steps: int,
 ) -> tuple[ParsimoniousCovariances, Tensor]:
     """Return the best volumes and shapes for these axes (..., G, D, D), given the scatter along them (..., K, D)."""
-    n_features, total = spread.shape[-1], counts.sum(-1, keepdim=True)
+    of, n_features, total = library(spread), spread.shape[-1], counts.sum(-1, keepdims=True)
     match model[:2]:
         case "EI":
-            log_volumes = (spread.sum((-2, -1))[..., None] / (n_features * total)).log()
-            log_shapes = torch.zeros_like(spread[..., :1, :])
+            log_volumes = of.log(spread.sum((-2, -1))[..., None] / (n_features * total))
+            log_shapes = of.zeros_like(spread[..., :1, :])
         case "VI":
             log_volumes = _log_of_means(spread.mean(-1), counts)
-            log_shapes = torch.zeros_like(spread[..., :1, :])
+            log_shapes = of.zeros_like(spread[..., :1, :])
         case "EE":
-            log_volumes, log_shapes = _split((spread.sum(-2, keepdim=True) / total[..., None]).log())
+            log_volumes, log_shapes = _split(of.log(spread.sum(-2, keepdims=True) / total[..., None]))
         case "VE":
             log_volumes, log_shapes = _volumes_and_common_shape(counts, spread, start, inner_steps)
         case "EV":
             separate, log_shapes = _split(_log_of_means(spread, counts[..., None]))
-            log_volumes = ((counts * separate.exp()).sum(-1, keepdim=True) / total).log()
+            log_volumes = of.log((counts * of.exp(separate)).sum(-1, keepdims=True) / total)
         case "VV":
             log_volumes, log_shapes = _split(_log_of_means(spread, counts[..., None]))
     found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
     # Features may have different scales; along axes that mix features, the largest scale sets the rounding error.
-    pooled = spread.sum(-2, keepdim=True) / total[..., None]
-    scale = pooled if not model_of(model).structure.is_matrix else pooled.amax(-1, keepdim=True)
-    return found, _unless_absent((found.log_variances.exp() > _least(spread) * scale).all(-1), counts)
+    scale = spread.sum(-2, keepdims=True) / total[..., None]
+    if model_of(model).structure.is_matrix:
+        scale = of.amax(scale, -1, keepdims=True)
+    return found, _unless_absent((of.exp(found.log_variances) > _least(spread) * scale).all(-1), counts)
 
 
 def _volumes_and_common_shape(
@@ -449,12 +452,13 @@ def _volumes_and_common_shape(
 
     The objective is convex in the shape's logarithm: a sum of log-sum-exps.
     """
+    of = library(spread)
 
     def shape(log_volumes: Tensor) -> Tensor:
-        return _split((spread * (-log_volumes).exp()[..., None]).sum(-2, keepdim=True).log())[1]
+        return _split(of.log((spread * of.exp(-log_volumes)[..., None]).sum(-2, keepdims=True)))[1]
 
     def improve(log_volumes: Tensor) -> Tensor:
-        return _log_of_means((spread * (-shape(log_volumes)).exp()).mean(-1), counts)
+        return _log_of_means((spread * of.exp(-shape(log_volumes))).mean(-1), counts)
 
     first = _log_of_means(spread.mean(-1), counts) if start is None else start.log_volumes
     log_volumes = _iterate(improve, inner_steps, first)
@@ -465,8 +469,8 @@ def _by_matrices(
     model: CovarianceModel, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
 ) -> tuple[ParsimoniousCovariances, Tensor]:
     """Return the covariances of the models in which shape and orientation go together, scatter (..., K, D, D)."""
-    total = counts.sum(-1, keepdim=True)
-    pooled = scatter.sum(-3, keepdim=True) / total[..., None, None]
+    of, total = library(scatter), counts.sum(-1, keepdims=True)
+    pooled = scatter.sum(-3, keepdims=True) / total[..., None, None]
     match model:
         case "EEE":
             log_volumes, log_shapes, axes, sound = _factored(pooled)
@@ -476,10 +480,10 @@ def _by_matrices(
             sound = sound[..., None]
         case _:
             absent = (counts == 0)[..., None, None]
-            own = scatter / torch.where(absent, 1.0, counts[..., None, None])
-            log_volumes, log_shapes, axes, sound = _factored(torch.where(absent, identity_like(scatter), own))
+            own = scatter / of.where(absent, 1.0, counts[..., None, None])
+            log_volumes, log_shapes, axes, sound = _factored(of.where(absent, identity_like(scatter), own))
             if model == "EVV":
-                log_volumes = ((counts * log_volumes.exp()).sum(-1, keepdim=True) / total).log()
+                log_volumes = of.log((counts * of.exp(log_volumes)).sum(-1, keepdims=True) / total)
     found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
     if model != "EEE":
         factors = found.factors
@@ -495,17 +499,19 @@ def _volumes_and_common_matrix(
 
     The third value says whether that is positive definite (...,).
     """
+    of = library(scatter)
 
     def matrix(log_volumes: Tensor) -> tuple[Tensor, Tensor]:
-        pooled = (scatter * (-log_volumes).exp()[..., None, None]).sum(-3)
-        factor, _ = torch.linalg.cholesky_ex(pooled)
-        return pooled, factor * (-factor.diagonal(dim1=-2, dim2=-1).log().mean(-1)).exp()[..., None, None]
+        pooled = (scatter * of.exp(-log_volumes)[..., None, None]).sum(-3)
+        factor, _ = cholesky(pooled)
+        return pooled, factor * of.exp(-of.log(factor.diagonal(0, -2, -1)).mean(-1))[..., None, None]
 
     def improve(log_volumes: Tensor) -> Tensor:
-        precision = torch.cholesky_inverse(matrix(log_volumes)[1])
+        inverse = inverse_of_lower(matrix(log_volumes)[1])
+        precision = inverse.mT @ inverse
         return _log_of_means((scatter * precision[..., None, :, :]).sum((-2, -1)) / scatter.shape[-1], counts)
 
-    first = _log_of_means(scatter.diagonal(dim1=-2, dim2=-1).mean(-1), counts) if start is None else start.log_volumes
+    first = _log_of_means(scatter.diagonal(0, -2, -1).mean(-1), counts) if start is None else start.log_volumes
     log_volumes = _iterate(improve, inner_steps, first)
     pooled, factor = matrix(log_volumes)
     return log_volumes, factor @ factor.mT, factored(pooled)[1]
@@ -513,25 +519,26 @@ def _volumes_and_common_matrix(
 
 def _iterate(improve: Callable[[Tensor], Tensor], inner_steps: int, value: Tensor) -> Tensor:
     """Improve a value until it no longer changes."""
-    settled, steps = 100 * torch.finfo(value.dtype).eps, 0
+    settled, steps = 100 * float(library(value).finfo(value.dtype).eps), 0
     while steps < inner_steps:
         before, value, steps = value, improve(value), steps + 1
         if is_batched(value):
             inner_steps = INNER_STEPS_UNSEEN
-        elif not bool(((value - before).abs() > settled).any()):
+        elif not bool((abs(value - before) > settled).any()):
             break
     return value
 
 
 def _least(scatter: Tensor) -> float:
     """Return the least variance, in units of that of all components, that rounding does not decide."""
-    return 100 * scatter.shape[-1] * torch.finfo(scatter.dtype).eps
+    return 100 * scatter.shape[-1] * float(library(scatter).finfo(scatter.dtype).eps)
 
 
 def _log_of_means(sums: Tensor, counts: Tensor) -> Tensor:
     """Return the logs of sums over counts; 0 for absent components."""
-    absent = counts == 0
-    return torch.where(absent, 1.0, sums / torch.where(absent, 1.0, counts)).log()
+    of, absent = library(sums), counts == 0
+    means: Tensor = of.log(of.where(absent, 1.0, sums / of.where(absent, 1.0, counts)))
+    return means
 
 
 def _unless_absent(sound: Tensor, counts: Tensor) -> Tensor:
@@ -548,5 +555,5 @@ def _split(log_variances: Tensor) -> tuple[Tensor, Tensor]:
 def _factored(covariances: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-volumes (..., G), log-shapes (..., G, D), unit upper triangular axes, and the mask of sound ones."""
     factor, sound = factored(covariances)
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    return *_split(-2 * diagonal.log()), factor / diagonal[..., None, :], sound
+    diagonal = factor.diagonal(0, -2, -1)
+    return *_split(-2 * library(diagonal).log(diagonal)), factor / diagonal[..., None, :], sound

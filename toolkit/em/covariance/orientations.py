@@ -1,7 +1,7 @@
 r"""Orientations of covariances: their coordinates, and the common orientation of several covariances.
 
 An orientation is an orthogonal matrix. A rotation is the Cayley transform :math:`(I - S)(I + S)^{-1}` of a
-skew-symmetric :math:`S`, whose entries above the diagonal are free.
+skew-symmetric :math:`S`, whose entries above the diagonal are free. All functions take tensors or NumPy arrays.
 
 D features, K components, R candidates.
 """
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit._data import library
 from toolkit.blocks import no_graph
 from toolkit.em.covariance.structure import identity_like
 
@@ -21,6 +24,7 @@ __all__ = [
     "INNER_STEPS_UNSEEN",
     "cayley",
     "common_axes",
+    "entries_above_diagonal",
     "is_batched",
     "strictly_upper",
     "to_skew",
@@ -41,7 +45,7 @@ _LONGEST_ROTATION = 0.5
 def cayley(skew: Tensor) -> Tensor:
     """Return the rotations (I - S)(I + S)^-1 of skew-symmetric matrices (..., D, D)."""
     identity = identity_like(skew)
-    rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew)
+    rotation: Tensor = library(skew).linalg.solve(identity + skew, identity - skew)
     return rotation
 
 
@@ -54,30 +58,34 @@ def to_skew(axes: Tensor) -> Tensor:
     """
     signed = axes * _signs(axes)[..., None, :]
     identity = identity_like(axes)
-    skew: Tensor = torch.linalg.solve(identity + signed, identity - signed)
+    skew: Tensor = library(axes).linalg.solve(identity + signed, identity - signed)
     return 0.5 * (skew - skew.mT)
 
 
 @no_graph()
 def _signs(axes: Tensor) -> Tensor:
     """Return signs (..., D) of the columns for which I + Q is far from singular: no pivot of it is below 1."""
-    identity = identity_like(axes)
-    elimination = identity.expand(axes.shape)
+    of, size = library(axes), axes.shape[-1]
+    elimination = of.broadcast_to(identity_like(axes), axes.shape)
+    one = of.ones_like(axes[..., 0, 0])
     signs = []
-    for j in range(axes.shape[-1]):
+    for j in range(size):
         column = (elimination @ axes[..., j, None])[..., 0]
-        signs.append(torch.where(column[..., j] < 0, -1.0, 1.0).to(axes.dtype))
-        pivoted = elimination[..., j] + signs[-1][..., None] * column
-        below = (torch.arange(axes.shape[-1], device=axes.device) > j) * pivoted / pivoted[..., j, None]
-        elimination = elimination - below[..., :, None] * elimination[..., j, None, :]
-    return torch.stack(signs, -1)
+        signs.append(of.where(column[..., j] < 0, -one, one))
+        if j + 1 < size:
+            pivoted = elimination[..., j] + signs[-1][..., None] * column
+            below = pivoted / pivoted[..., j, None]
+            below = of.concatenate([of.zeros_like(below[..., : j + 1]), below[..., j + 1 :]], -1)
+            elimination = elimination - below[..., :, None] * elimination[..., j, None, :]
+    return cast(Tensor, of.stack(signs, -1))
 
 
 def upper_factor(factors: Tensor) -> Tensor:
     """Return the upper triangular U with U U^T = F F^T for factors (..., D, D): QR with both orders reversed."""
-    triangular = torch.linalg.qr(factors.flip(-2).mT).R
-    upper = triangular.mT.flip(-1, -2)
-    positive: Tensor = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    of = library(factors)
+    triangular = of.linalg.qr(of.flip(factors, (-2,)).mT).R
+    upper = of.flip(triangular.mT, (-1, -2))
+    positive: Tensor = upper * of.sign(upper.diagonal(0, -2, -1))[..., None, :]
     return positive
 
 
@@ -88,24 +96,40 @@ def strictly_upper(entries: Tensor, size: int) -> Tensor:
             f"`axes` should have {size * (size - 1) // 2} entries in its last dimension for {size} features. "
             f"Found shape {tuple(entries.shape)}."
         )
-    return torch.cat([entries, torch.zeros_like(entries[..., :0].sum(-1, keepdim=True))], -1)[
-        ..., _places_above_diagonal(size, entries.device)
-    ]
+    of = library(entries)
+    padded = of.concatenate([entries, of.zeros_like(entries[..., :0].sum(-1, keepdims=True))], -1)
+    placed: Tensor = padded[..., _places_above_diagonal(size, None if of is np else entries.device)]
+    return placed
+
+
+def entries_above_diagonal(matrices: Tensor) -> Tensor:
+    """Return the entries (..., D(D-1)/2) above the diagonal of matrices (..., D, D), row by row."""
+    rows, columns = _above_diagonal(matrices.shape[-1])
+    if not isinstance(matrices, np.ndarray):
+        rows, columns = torch.from_numpy(rows).to(matrices.device), torch.from_numpy(columns).to(matrices.device)
+    return matrices[..., rows, columns]
 
 
 @functools.lru_cache(maxsize=64)
-def _places_above_diagonal(size: int, device: torch.device) -> Tensor:
-    """Return the place of each entry of a strictly upper triangular matrix among its entries and, last, a zero."""
-    rows, columns = torch.triu_indices(size, size, 1, device=device)
-    places = torch.full((size, size), len(rows), device=device)
-    places[rows, columns] = torch.arange(len(rows), device=device)
-    return places
+def _above_diagonal(size: int) -> tuple[Any, Any]:
+    return np.triu_indices(size, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _places_above_diagonal(size: int, device: torch.device | None) -> Any:
+    """Return the place of each entry of a strictly upper triangular matrix among its entries and, last, a zero.
+
+    On a device, or None for an array.
+    """
+    rows, columns = _above_diagonal(size)
+    places = np.full((size, size), len(rows))
+    places[rows, columns] = np.arange(len(rows))
+    return places if device is None else torch.from_numpy(places).to(device)
 
 
 def is_batched(tensor: Tensor) -> bool:
     """Say whether a tensor is under vmap, where no value can be read."""
-    batched: bool = torch._C._functorch.is_batchedtensor(tensor)
-    return batched
+    return isinstance(tensor, Tensor) and bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 # --- the orientation that components share ---
@@ -117,13 +141,14 @@ def common_axes(model: str, counts: Tensor, scatter: Tensor, start: Tensor | Non
     These are `start`, or if None the eigenvectors of each scatter and of the scatters' sum. Leading dimensions are
     batches. Components of count 0 are absent.
     """
+    of = library(scatter)
     if start is None:
-        start = torch.linalg.eigh(torch.cat([scatter.sum(-3, keepdim=True), scatter], -3)).eigenvectors
+        start = of.linalg.eigh(of.concatenate([scatter.sum(-3, keepdims=True), scatter], -3)).eigenvectors
     axes, absent = start, counts == 0
     # Without a spread of 0, whose logarithm is infinite.
-    scatter = torch.where(absent[..., None, None], identity_like(scatter), scatter)
+    scatter = of.where(absent[..., None, None], identity_like(scatter), scatter)
     unseen = is_batched(scatter)
-    settled = 100 * torch.finfo(scatter.dtype).eps
+    settled = 100 * float(of.finfo(scatter.dtype).eps)
     for _ in range(INNER_STEPS_UNSEEN if unseen else inner_steps):
         axes, moved = _rotate(model, counts, scatter, axes)
         if not unseen and not bool((moved > settled).any()):
@@ -131,8 +156,22 @@ def common_axes(model: str, counts: Tensor, scatter: Tensor, start: Tensor | Non
     # One Newton-Schulz step: the product of many rotations stays a rotation.
     axes = 0.5 * axes @ (3 * identity_like(axes) - axes.mT @ axes)
     best = _misfit(model, counts, _spread_along(scatter, axes))[0].argmin(-1)
-    chosen: Tensor = axes.take_along_dim(best[..., None, None, None], -3)
-    return chosen
+    return _taken(axes, best)
+
+
+def _put(values: Tensor, mask: Tensor, some: Tensor) -> Tensor:
+    """Return values with some, those where a mask is true, replaced."""
+    if isinstance(values, np.ndarray):
+        values[mask] = some
+        return values
+    return values.index_put((mask,), some)
+
+
+def _taken(values: Tensor, which: Tensor) -> Tensor:
+    """Return one of R candidates (..., R, D, D), (..., 1, D, D), for indices (...,)."""
+    if isinstance(values, np.ndarray):
+        return cast(Tensor, np.take_along_axis(values, which[..., None, None, None], -3))
+    return values.take_along_dim(which[..., None, None, None], -3)
 
 
 def _spread_along(scatter: Tensor, axes: Tensor) -> Tensor:
@@ -147,12 +186,16 @@ def _misfit(model: str, counts: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]
     :math:`\sum_k N_k \sum_j \log m_{kj}`, for EVE :math:`N D \log \sum_k \prod_j m_{kj}^{1/D}`. The derivative is that
     of the weighted sum of :math:`\sum_j \log m_{kj}`.
     """
-    logs, counts = spread.log().sum(-1), counts[..., None, :]
+    of = library(spread)
+    logs, counts = of.log(spread).sum(-1), counts[..., None, :]
     if model == "VVE":
-        return (counts * logs).sum(-1), counts.expand(logs.shape)
+        return (counts * logs).sum(-1), of.broadcast_to(counts, logs.shape)
     n_features, total = spread.shape[-1], counts.sum(-1)
-    roots = (logs / n_features).masked_fill(counts == 0, -math.inf)
-    return n_features * total * roots.logsumexp(-1), total[..., None] * roots.softmax(-1)
+    roots = of.where(counts == 0, -math.inf, logs / n_features)
+    highest = of.amax(roots, -1)
+    densities = of.exp(roots - highest[..., None])
+    sums = densities.sum(-1)
+    return n_features * total * (highest + of.log(sums)), (total / sums)[..., None] * densities
 
 
 def _rotate(model: str, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,18 +204,19 @@ def _rotate(model: str, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[
     The Hessian is approximated by its value for axes that diagonalise every scatter, where it is diagonal in the planes
     of rotation.
     """
+    of = library(scatter)
     rotated = axes.mT[..., None, :, :] @ scatter[..., None, :, :, :] @ axes[..., None, :, :]
-    spread = rotated.diagonal(dim1=-2, dim2=-1)
+    spread = rotated.diagonal(0, -2, -1)
     value, weights = _misfit(model, counts, spread)
     ratios = weights[..., None] / spread
     slopes = (rotated * ratios[..., None, :]).sum(-3)
     slopes = slopes - slopes.mT
     curvatures = spread.mT @ ratios
     curvatures = curvatures + curvatures.mT - 2 * weights.sum(-1)[..., None, None]
-    eps, total = torch.finfo(scatter.dtype).eps, counts.sum(-1)[..., None]
-    turn = -slopes / torch.maximum(curvatures, math.sqrt(eps) * total[..., None, None])
-    longest = turn.abs().amax((-2, -1), keepdim=True)
-    turn = turn * (_LONGEST_ROTATION / longest.clamp(min=_LONGEST_ROTATION))
+    eps, total = float(of.finfo(scatter.dtype).eps), counts.sum(-1)[..., None]
+    turn = -slopes / of.maximum(curvatures, math.sqrt(eps) * total[..., None, None])
+    longest = of.amax(abs(turn), (-2, -1), keepdims=True)
+    turn = turn * (_LONGEST_ROTATION / longest.clip(_LONGEST_ROTATION, None))
     # Near the minimum differences of values are rounding, while slopes still tell the direction.
     bound = value + 10 * eps * scatter.shape[-1] * total
     size = longest[..., 0, 0]
@@ -184,7 +228,7 @@ def _rotate(model: str, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[
             return whole, size
         if not bool(short.all()):
             found, part = _line_search(model, counts[short], scatter[short], axes[short], turn[short], bound[short])
-            return whole.index_put((short,), found), size.index_put((short,), part * size[short])
+            return _put(whole, short, found), _put(size, short, part * size[short])
     found, part = _line_search(model, counts, scatter, axes, turn, bound)
     return found, part * size
 
@@ -193,10 +237,11 @@ def _line_search(
     model: str, counts: Tensor, scatter: Tensor, axes: Tensor, turn: Tensor, bound: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return axes (..., R, D, D) after the longest part of each turn that does not exceed its bound, and the part."""
-    fractions = turn.new_tensor(_FRACTIONS)
+    of = library(turn)
+    fractions = of.asarray(_FRACTIONS, dtype=turn.dtype, device=turn.device)
     candidates = axes[..., None, :, :] @ cayley(-0.5 * fractions[:, None, None] * turn[..., None, :, :])
-    values = _misfit(model, counts, _spread_along(scatter, candidates.flatten(-4, -3)))[0]
-    values = values.unflatten(-1, candidates.shape[-4:-2])
-    acceptable = (values <= bound[..., None]) | (fractions == 0)
-    chosen = acceptable.to(torch.uint8).argmax(-1)
-    return candidates.take_along_dim(chosen[..., None, None, None], -3)[..., 0, :, :], fractions[chosen]
+    several = candidates.shape
+    values = _misfit(model, counts, _spread_along(scatter, candidates.reshape(*several[:-4], -1, *several[-2:])))[0]
+    acceptable = (values.reshape(several[:-2]) <= bound[..., None]) | (fractions == 0)
+    chosen = of.where(acceptable, 1, 0).argmax(-1)
+    return _taken(candidates, chosen)[..., 0, :, :], fractions[chosen]
