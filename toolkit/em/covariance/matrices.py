@@ -235,9 +235,9 @@ def factored(covariances: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower factors of matrices (..., D, D), tensor or array, and the mask (...,) of positive definite ones."""
+    """Return lower factors of matrices (..., D, D), tensor or array, and the mask (...,) of positive definite ones."""
     lower, failed = torch.linalg.cholesky_ex(as_tensor(matrices))
-    if isinstance(matrices, np.ndarray):  # NumPy's own function raises at the first that is not
+    if library(matrices) is np:  # NumPy's own function raises at the first that is not
         return cast(Tensor, lower.numpy()), cast(Tensor, failed.numpy() == 0)
     return lower, failed == 0
 
@@ -245,8 +245,8 @@ def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_of_lower(lower: Tensor) -> Tensor:
     """Return the inverses of lower triangular matrices (..., D, D), tensor or array."""
     several = as_tensor(lower)
-    inverse = torch.linalg.solve_triangular(several, identity_like(several), upper=False)
-    return cast(Tensor, inverse.numpy()) if isinstance(lower, np.ndarray) else inverse
+    inverse: Tensor = torch.linalg.solve_triangular(several, identity_like(several), upper=False)
+    return cast(Tensor, inverse.numpy()) if library(lower) is np else inverse
 
 
 def are_definite(matrices: Any) -> bool:

@@ -122,7 +122,8 @@ class ParsimoniousCovariances(Movable):
     @property
     def factors(self) -> Tensor:
         """Factors of the precisions, (..., G, D, D), triangular for triangular axes: precision = factor @ factor.T."""
-        return self.axes * library(self.axes).exp(-0.5 * self.log_variances)[..., None, :]
+        factors: Tensor = self.axes * library(self.axes).exp(-0.5 * self.log_variances)[..., None, :]
+        return factors
 
     @property
     def covariances(self) -> Tensor:
@@ -164,7 +165,7 @@ class ParsimoniousCovariances(Movable):
         log_shapes, axes = self.log_shapes, self.axes
         if self.model[1] != "I":
             free = values["log_shapes"]
-            log_shapes = library(free).concatenate([free, -free.sum(-1, keepdims=True)], -1)
+            log_shapes = library(free).concatenate([free, -free.sum(-1)[..., None]], -1)
         if self.model[2] != "I":
             axes = model_of(self.model).axes(strictly_upper(values["axes"], self.n_features))
         return dataclasses.replace(self, log_volumes=values["log_volumes"], log_shapes=log_shapes, axes=axes)
@@ -306,7 +307,7 @@ class Model(ABC):
         """Return the best covariances (see `covariances_from_scatter`), and the mask of sound ones, (..., G).
 
         Leading dimensions are batches. Components of count 0 are absent: their scatter is 0, they count as sound, and
-        their own parameters are 0 or the identity.
+        their own parameters are 0 or the identity. NumPy arrays are taken in place of tensors.
         """
 
 
@@ -314,7 +315,7 @@ class _AxisAligned(Model):
     """EII VII EEI VEI EVI VVI: the axes are the identity."""
 
     def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
-        factor = library(covariances.axes).exp(-0.5 * covariances.log_variances)
+        factor: Tensor = library(covariances.axes).exp(-0.5 * covariances.log_variances)
         return factor[..., 0] if self.structure is SPHERICAL else factor
 
     def m_step(
@@ -420,7 +421,7 @@ def _along(
     inner_steps: int,
 ) -> tuple[ParsimoniousCovariances, Tensor]:
     """Return the best volumes and shapes for these axes (..., G, D, D), given the scatter along them (..., K, D)."""
-    of, n_features, total = library(spread), spread.shape[-1], counts.sum(-1, keepdims=True)
+    of, n_features, total = library(spread), spread.shape[-1], counts.sum(-1)[..., None]
     match model[:2]:
         case "EI":
             log_volumes = of.log(spread.sum((-2, -1))[..., None] / (n_features * total))
@@ -429,17 +430,17 @@ def _along(
             log_volumes = _log_of_means(spread.mean(-1), counts)
             log_shapes = of.zeros_like(spread[..., :1, :])
         case "EE":
-            log_volumes, log_shapes = _split(of.log(spread.sum(-2, keepdims=True) / total[..., None]))
+            log_volumes, log_shapes = _split(of.log(spread.sum(-2)[..., None, :] / total[..., None]))
         case "VE":
             log_volumes, log_shapes = _volumes_and_common_shape(counts, spread, start, inner_steps)
         case "EV":
             separate, log_shapes = _split(_log_of_means(spread, counts[..., None]))
-            log_volumes = of.log((counts * of.exp(separate)).sum(-1, keepdims=True) / total)
+            log_volumes = of.log((counts * of.exp(separate)).sum(-1)[..., None] / total)
         case "VV":
             log_volumes, log_shapes = _split(_log_of_means(spread, counts[..., None]))
     found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
     # Features may have different scales; along axes that mix features, the largest scale sets the rounding error.
-    scale = spread.sum(-2, keepdims=True) / total[..., None]
+    scale = spread.sum(-2)[..., None, :] / total[..., None]
     if model_of(model).structure.is_matrix:
         scale = of.amax(scale, -1, keepdims=True)
     return found, _unless_absent((of.exp(found.log_variances) > _least(spread) * scale).all(-1), counts)
@@ -455,7 +456,7 @@ def _volumes_and_common_shape(
     of = library(spread)
 
     def shape(log_volumes: Tensor) -> Tensor:
-        return _split(of.log((spread * of.exp(-log_volumes)[..., None]).sum(-2, keepdims=True)))[1]
+        return _split(of.log((spread * of.exp(-log_volumes)[..., None]).sum(-2)[..., None, :]))[1]
 
     def improve(log_volumes: Tensor) -> Tensor:
         return _log_of_means((spread * of.exp(-shape(log_volumes))).mean(-1), counts)
@@ -469,8 +470,8 @@ def _by_matrices(
     model: CovarianceModel, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
 ) -> tuple[ParsimoniousCovariances, Tensor]:
     """Return the covariances of the models in which shape and orientation go together, scatter (..., K, D, D)."""
-    of, total = library(scatter), counts.sum(-1, keepdims=True)
-    pooled = scatter.sum(-3, keepdims=True) / total[..., None, None]
+    of, total = library(scatter), counts.sum(-1)[..., None]
+    pooled = scatter.sum(-3)[..., None, :, :] / total[..., None, None]
     match model:
         case "EEE":
             log_volumes, log_shapes, axes, sound = _factored(pooled)
@@ -483,7 +484,7 @@ def _by_matrices(
             own = scatter / of.where(absent, 1.0, counts[..., None, None])
             log_volumes, log_shapes, axes, sound = _factored(of.where(absent, identity_like(scatter), own))
             if model == "EVV":
-                log_volumes = of.log((counts * of.exp(log_volumes)).sum(-1, keepdims=True) / total)
+                log_volumes = of.log((counts * of.exp(log_volumes)).sum(-1)[..., None] / total)
     found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
     if model != "EEE":
         factors = found.factors

@@ -97,7 +97,7 @@ def strictly_upper(entries: Tensor, size: int) -> Tensor:
             f"Found shape {tuple(entries.shape)}."
         )
     of = library(entries)
-    padded = of.concatenate([entries, of.zeros_like(entries[..., :0].sum(-1, keepdims=True))], -1)
+    padded = of.concatenate([entries, of.zeros_like(entries[..., :0].sum(-1)[..., None])], -1)
     placed: Tensor = padded[..., _places_above_diagonal(size, None if of is np else entries.device)]
     return placed
 
@@ -105,7 +105,7 @@ def strictly_upper(entries: Tensor, size: int) -> Tensor:
 def entries_above_diagonal(matrices: Tensor) -> Tensor:
     """Return the entries (..., D(D-1)/2) above the diagonal of matrices (..., D, D), row by row."""
     rows, columns = _above_diagonal(matrices.shape[-1])
-    if not isinstance(matrices, np.ndarray):
+    if library(matrices) is not np:
         rows, columns = torch.from_numpy(rows).to(matrices.device), torch.from_numpy(columns).to(matrices.device)
     return matrices[..., rows, columns]
 
@@ -143,7 +143,7 @@ def common_axes(model: str, counts: Tensor, scatter: Tensor, start: Tensor | Non
     """
     of = library(scatter)
     if start is None:
-        start = of.linalg.eigh(of.concatenate([scatter.sum(-3, keepdims=True), scatter], -3)).eigenvectors
+        start = of.linalg.eigh(of.concatenate([scatter.sum(-3)[..., None, :, :], scatter], -3)).eigenvectors
     axes, absent = start, counts == 0
     # Without a spread of 0, whose logarithm is infinite.
     scatter = of.where(absent[..., None, None], identity_like(scatter), scatter)
@@ -161,7 +161,7 @@ def common_axes(model: str, counts: Tensor, scatter: Tensor, start: Tensor | Non
 
 def _put(values: Tensor, mask: Tensor, some: Tensor) -> Tensor:
     """Return values with some, those where a mask is true, replaced."""
-    if isinstance(values, np.ndarray):
+    if library(values) is np:
         values[mask] = some
         return values
     return values.index_put((mask,), some)
@@ -169,8 +169,8 @@ def _put(values: Tensor, mask: Tensor, some: Tensor) -> Tensor:
 
 def _taken(values: Tensor, which: Tensor) -> Tensor:
     """Return one of R candidates (..., R, D, D), (..., 1, D, D), for indices (...,)."""
-    if isinstance(values, np.ndarray):
-        return cast(Tensor, np.take_along_axis(values, which[..., None, None, None], -3))
+    if library(values) is np:
+        return cast(Tensor, np.take_along_axis(cast(Any, values), cast(Any, which)[..., None, None, None], -3))
     return values.take_along_dim(which[..., None, None, None], -3)
 
 
