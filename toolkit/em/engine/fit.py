@@ -195,14 +195,8 @@ def _best_of(
             f"`covariances` should be positive definite. Found a singular one after each of {len(starts)} starts. More "
             "regularisation (`reg_covar`), fewer components or a more restricted `covariance_type` help."
         )
-    return _best(climbs, engine.prepared)
-
-
-def _best(climbs: list[Fit], data: Prepared) -> Fit:
-    """Return the highest fit without a degenerate component, if there is one."""
-    return ranked(
-        climbs, data.dtype, sound=_are_sound(Mixtures.of([found.parameters for found in climbs], data)), count=1
-    )[0]
+    sound = _are_sound(Mixtures.of([one.parameters for one in climbs], engine.prepared))
+    return ranked(climbs, engine.prepared.dtype, sound=sound, count=1)[0]
 
 
 def _are_sound(mixtures: Mixtures) -> list[bool]:

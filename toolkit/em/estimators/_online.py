@@ -130,7 +130,6 @@ class OnlineMixture(BaseMixture):
 
     def _begin(self, x: Tensor, weights: Tensor | None, form: Form) -> OnlineState:
         """Return the first state of online EM: the last fit, or the result of a few steps on the first batch."""
-        kind = cast(CovarianceType, type_of(self.covariance_type))
         if weights is not None:
             x, weights = x[weights > 0], weights[weights > 0]
         offset, burn_in = float(self.learning_offset), _BURN_IN * float(self.n_components)
@@ -144,14 +143,18 @@ class OnlineMixture(BaseMixture):
             )
         else:
             first = self._first(x, weights, form, _FIRST_STEPS)
-        prior = self.prior
-        if prior == "default":
-            prior = Prior.default(x, int(self.n_components), kind, sample_weight=weights)
         return online_start(
             first,
             exponent=float(self.learning_decay),
             offset=offset,
             burn_in=burn_in,
             reg_covar=float(self.reg_covar),
-            prior=prior,
+            prior=self._prior_of(x, weights),
         )
+
+    def _prior_of(self, x: Tensor, weights: Tensor | None) -> Prior | None:
+        """Return the prior; the default one is that of the samples."""
+        if self.prior != "default":
+            return self.prior
+        kind = cast(CovarianceType, type_of(self.covariance_type))
+        return Prior.default(x, int(self.n_components), kind, sample_weight=weights)

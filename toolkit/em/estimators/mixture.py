@@ -484,9 +484,7 @@ class GaussianMixture(OnlineMixture):
         if kind is None:
             model = cast(CovarianceModel, self.covariance_type)
             return Climber(cast(Tensor, data.x), n_components, model, reg_covar, data.weights)
-        prior = self.prior
-        if prior == "default":
-            prior = Prior.default(data.sampled, n_components, kind, sample_weight=data.sampled_weights)
+        prior = self._prior_of(data.sampled, data.sampled_weights)
         if isinstance(data.x, Tensor) and self.missing and bool(data.x.isnan().any()):
             return MissingEngine.of(data.x, n_components, reg_covar, data.weights, prior)
         cache = isinstance(data.x, Tensor) and data.x.nbytes <= _CACHED
