@@ -12,9 +12,11 @@ from torch import Tensor
 from values import seeded
 
 from toolkit import datasets
+from toolkit._data import rows_of
 from toolkit.em import GaussianParameters, e_step, log_likelihood
 from toolkit.em.covariance.models import model_of
-from toolkit.em.engine.acceleration import ClimbOptions
+from toolkit.em.engine.acceleration import Climb, ClimbOptions
+from toolkit.em.engine.ascent import lost_value
 from toolkit.em.models._agglomeration import Agglomeration
 from toolkit.em.models.parsimonious import (
     COVARIANCE_MODELS,
@@ -527,3 +529,13 @@ def test_samples_that_rounding_makes_one_have_no_sound_fit():
     (two,) = select(x, [2], ["EII"], n_init=1).candidates
     assert two.verdict == "singular"
     assert "lost to rounding" in two.note
+
+
+def test_a_sample_of_weight_0_says_nothing_of_rounding():
+    x, weights = torch.tensor([[0.0], [1.0], [1e200]], dtype=F64), torch.tensor([1.0, 2.0, 0.0])
+    one = GaussianParameters.from_covariances(
+        weights=torch.ones(1, dtype=F64), means=x[:1], covariances=torch.ones(1, dtype=F64), covariance_type="spherical"
+    )
+    value = float(log_likelihood(one, x[:2], weights[:2]))
+    assert lost_value(Climb(one, value, True, 1, (value,)), rows_of(x, weights)) is None
+    assert lost_value(Climb(one, 0.0, True, 1, (0.0,)), rows_of(x, weights)) == pytest.approx(value, abs=1e-15)
