@@ -120,7 +120,10 @@ class FusedTrainer:
         self.rbm, self.batch_size, self.steps, self.generator, self.group = rbm, batch_size, steps, generator, group
         self._n_columns = rbm.n_columns
         self.weight_decay, self.fast_rate, self.offset_rate = weight_decay, fast_rate, offset_rate
-        betas = None if inverse_temperatures is None else rising_temperatures(inverse_temperatures, last="1")
+        betas = None
+        if inverse_temperatures is not None:
+            rising_temperatures(inverse_temperatures, last="1")
+            betas = torch.as_tensor(inverse_temperatures)
         with no_graph():
             states = None if chains is None else _states(torch.as_tensor(chains), rbm, betas)
             if reference is not None:
