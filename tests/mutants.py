@@ -226,8 +226,12 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "densities @ weights.double()",
             "test_em_selection",
         ),
-        ("torch.where(present, soft_counts(counts[..., 0]), 0.0)", "soft_counts(counts[..., 0])", "test_em_together"),
-        ("masked_fill(counts == 0, -math.inf)", "masked_fill(counts == 0, 0.0)", "test_em_together"),
+        ("of.where(present, soft_counts(sums[..., -1]), 0.0)", "soft_counts(sums[..., -1])", "test_em_together"),
+        (
+            "of.where(counts == 0, -math.inf, logs / n_features)",
+            "of.where(counts == 0, 0.0, logs / n_features)",
+            "test_em_together",
+        ),
         ("refused = own & ~taken", "refused = own & taken", "test_em_together"),
         ("self.shrinkage * seen / (self.shrinkage + seen)", "self.shrinkage * seen / (1 + seen)", "test_em_prior"),
         (

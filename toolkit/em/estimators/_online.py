@@ -149,12 +149,10 @@ class OnlineMixture(BaseMixture):
             offset=offset,
             burn_in=burn_in,
             reg_covar=float(self.reg_covar),
-            prior=self._prior_of(x, weights),
+            prior=self._default_prior(x, weights) if self.prior == "default" else self.prior,
         )
 
-    def _prior_of(self, x: Tensor, weights: Tensor | None) -> Prior | None:
-        """Return the prior; the default one is that of the samples."""
-        if self.prior != "default":
-            return self.prior
+    def _default_prior(self, x: Tensor, weights: Tensor | None) -> Prior:
+        """Return the default prior, which depends on the samples."""
         kind = cast(CovarianceType, type_of(self.covariance_type))
         return Prior.default(x, int(self.n_components), kind, sample_weight=weights)

@@ -484,7 +484,9 @@ class GaussianMixture(OnlineMixture):
         if kind is None:
             model = cast(CovarianceModel, self.covariance_type)
             return Climber(cast(Tensor, data.x), n_components, model, reg_covar, data.weights)
-        prior = self._prior_of(data.sampled, data.sampled_weights)
+        prior = self.prior
+        if prior == "default":
+            prior = self._default_prior(data.sampled, data.sampled_weights)
         if isinstance(data.x, Tensor) and self.missing and bool(data.x.isnan().any()):
             return MissingEngine.of(data.x, n_components, reg_covar, data.weights, prior)
         cache = isinstance(data.x, Tensor) and data.x.nbytes <= _CACHED
