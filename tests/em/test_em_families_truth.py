@@ -893,7 +893,11 @@ def test_one_factor_analyser_is_as_likely_as_scikit_learns(name, units):
     """The likelihood has several maxima: of the breast cancer data one start ended 0.95 nats below this one."""
     x = getattr(datasets, f"load_{name}")().data
     x = (x - x.mean(0)) / x.std(0) if units == "standardised" else x
-    theirs = FactorAnalysis(4, tol=1e-3, max_iter=2000).fit(x).score(x)
-    found = fit_family(FactorAnalysers, torch.from_numpy(x), 1, n_factors=4, max_iter=3000, generator=seeded())
-    # Both stop near a boundary where a variance goes to 0, and the last thousandth takes thousands of steps.
-    assert found.log_likelihood > theirs - 1e-3
+    theirs = FactorAnalysis(4, tol=1e-6, max_iter=5000).fit(x).score(x)
+    # The maximum lies on the boundary where a variance is 0: on breast cancer the last half thousandth takes ten times
+    # the steps.
+    for tol, below in ((1e-6, 1e-3), (1e-9, 0.0)):
+        found = fit_family(
+            FactorAnalysers, torch.from_numpy(x), 1, n_factors=4, tol=tol, max_iter=3000, generator=seeded()
+        )
+        assert found.log_likelihood > theirs - below
