@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import warm
 
-pytestmark = pytest.mark.skipif(warm.python() == sys.executable, reason="here processes start cold")
+pytestmark = pytest.mark.skipif(not warm.is_possible(), reason="here processes start cold")
 
 WHAT_A_PROGRAM_SEES = (
     "import json, os, signal, sys; print(json.dumps([__name__, sys.argv, sys.path, os.getcwd(), sys.flags.optimize, "

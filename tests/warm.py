@@ -77,10 +77,15 @@ os._exit(status)
 """
 
 
+def is_possible() -> bool:
+    """Return whether the system has what a process that starts warm needs."""
+    return hasattr(os, "pidfd_open") and Path("/proc/self/fd").is_dir()
+
+
 @functools.cache
 def python(executable: str = sys.executable) -> str:
     """Return the command that starts an interpreter warm, or the interpreter itself where the system cannot."""
-    if not (hasattr(os, "pidfd_open") and Path("/proc/self/fd").is_dir()):
+    if not is_possible():
         return executable
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     environment = {name: value for name, value in os.environ.items() if name not in _TAKEN_OVER}
@@ -113,7 +118,8 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 
 def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
-    server.communicate()  # the end of its input is its own
+    server.kill()  # it may still import
+    server.communicate()
     shutil.rmtree(folder)
 
 
