@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch._dynamo import config as dynamo_config
 
 from toolkit import adversarial as adv
 
@@ -24,6 +23,8 @@ ATTACKS = {
 @pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def models(request):
     """Return a model and itself compiled, once for all attacks."""
+    from torch._dynamo import config as dynamo_config
+
     model = adv.mlp(16, 10, widths=[12], generator=torch.Generator().manual_seed(0)).double().eval()
     model[1] = torch.nn.GELU()  # its backward pass saves buffers
     torch.compiler.reset()

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from accelerator import ACCELERATOR
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 from values import seeded
 
 from toolkit.adversarial.networks import Normalize, mlp, preactivation_resnet18, small_cnn
@@ -279,6 +277,9 @@ COMPILED = {**NETWORKS, "resnet's last stage": (lambda **options: NETWORKS["resn
     ],
 )
 def test_compiled_in_one_graph(network, backend) -> None:
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
     make, shape = COMPILED[network]
     model = make(generator=seeded()).double()
     x, labels = noise(4, *shape), torch.tensor([0, 4, 2, 1])

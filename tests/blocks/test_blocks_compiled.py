@@ -5,13 +5,13 @@ import itertools
 import threading
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.export
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.utils._pytree import register_pytree_node
 
 from toolkit import block, declared_blocks, is_blocked, scope, stop_gradient, stop_recording, traced_blocks, unblock
@@ -32,6 +32,12 @@ def _no_graphs_from_before() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+def _counter() -> Any:
+    from torch._dynamo.testing import CompileCounter  # whose import takes longer than to collect a room
+
+    return CompileCounter()
 
 
 def _leaf() -> Tensor:
@@ -150,7 +156,7 @@ def test_inductor(program: Callable) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_state_that_was_seen_is_not_compiled_again(program: Callable) -> None:
-    counter = CompileCounter()
+    counter = _counter()
     compiled = torch.compile(program, backend=counter, fullgraph=True)
     for names in ((), (TARGET,), (), (TARGET,), (TARGET,), ()):
         _check(program, compiled, *names)
@@ -172,7 +178,7 @@ def test_two_blocks_have_four_states() -> None:
     def program(x: Tensor) -> Tensor:
         return x * stop_gradient(x.exp(), TARGET) * stop_gradient(x.sin(), OTHER)
 
-    counter = CompileCounter()
+    counter = _counter()
     compiled = torch.compile(program, backend=counter, fullgraph=True)
     states = [(), (TARGET,), (OTHER,), (TARGET, OTHER)]
     for names in [*states, *reversed(states), *states]:
@@ -220,7 +226,7 @@ def test_more_states_than_dynamo_keeps() -> None:
 
 
 def test_dynamic_shapes() -> None:
-    counter = CompileCounter()
+    counter = _counter()
     compiled = torch.compile(named, backend=counter, fullgraph=True, dynamic=True)
     for names, size in itertools.product([(), (TARGET,), ()], [2, 5, 9]):
         x = torch.linspace(-1, 2, size, dtype=torch.float64, requires_grad=True)
@@ -235,7 +241,7 @@ def test_a_name_that_is_first_met_in_a_compiled_function() -> None:
     def program(x: Tensor) -> Tensor:
         return x * stop_gradient(x.exp(), "compiled.adhoc")
 
-    counter = CompileCounter()
+    counter = _counter()
     compiled = torch.compile(program, backend=counter, fullgraph=True)
     assert "compiled.adhoc" not in declared_blocks()
     for names in ((), ("compiled.adhoc",), ()):

@@ -5,6 +5,7 @@ taken out of its syntax tree. A place marked ``# listed: words`` is not opened, 
 """
 
 import ast
+import importlib
 import math
 import os
 import queue
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # which replaces `torch.manual_seed`, and comes with the first transform of `torch.func`
 import warm
 from folders import ROOT
 from torch import nn
@@ -26,6 +26,12 @@ from torch import nn
 from toolkit.gradients import audit
 
 CLASSES = (torch.Tensor, nn.Parameter, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    """Import it: it replaces `torch.manual_seed`, and comes with the first transform of `torch.func`."""
+    importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture(autouse=True)
