@@ -1,5 +1,7 @@
 """Settings that every test and example shares; runs the examples, in docstrings (pytest) and documents (sybil)."""
 
+import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -11,6 +13,8 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# No other package adds strategies to hypothesis here. It would import trio to ask.
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 import pytest
 from sybil import Sybil
@@ -50,12 +54,12 @@ class _TorchAlone:
     others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: "_TorchAlone | None") -> None:
         import torch
         from warm import objects_of_torch
 
-        self._found = objects_of_torch()
-        self._holders = gc.get_referrers(torch.is_grad_enabled)
+        self._found = [*(before._found if before else ()), *objects_of_torch()]
+        self._holders = [*(before._holders if before else ()), *gc.get_referrers(torch.is_grad_enabled)]
         if methods := [holder for holder in self._holders if isinstance(holder, staticmethod)]:
             self._holders += gc.get_referrers(*methods)
         if bodies := [holder for holder in self._holders if isinstance(holder, dict) and "__module__" in holder]:
@@ -74,26 +78,59 @@ class _TorchAlone:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Keep the garbage collector from the tests themselves: they stay to the end, and it takes a fifth of this time."""
     gc.disable()
     found = yield
-    if "toolkit.gradients.audit.steps" in sys.modules:
-        from toolkit.gradients.audit import _regions, variables
-
-        variables.gc = _regions.gc = _TorchAlone()  # type: ignore[attr-defined]
-    gc.freeze()
+    if session.config.option.collectonly:
+        gc.freeze()
+    else:
+        _freeze()
     gc.enable()
     return found
 
 
+_frozen: dict[str, Any] = {"modules": 0, "torch": None}
+
+
+def _freeze() -> None:
+    if "toolkit.gradients.audit.steps" in sys.modules:
+        from toolkit.gradients.audit import _regions, variables
+
+        _frozen["torch"] = variables.gc = _regions.gc = _TorchAlone(_frozen["torch"])  # type: ignore[attr-defined]
+    gc.freeze()
+    _frozen["modules"] = len(sys.modules)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Leave the objects of the session to the system: Python takes longer to destroy them than to collect the tests."""
+    atexit.register(_leave, session)  # called after whatever is registered from now on
+
+
+def _leave(session: pytest.Session) -> None:
+    if hasattr(sys, "last_type"):  # of an exception that pytest did not catch: Python knows the exit status
+        return
+    with contextlib.suppress(OSError, ValueError):  # of a pipe that nobody reads, and of a closed file
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(session.exitstatus))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Forget compiled code at the end of a file: torch compiles one function in eight ways at most, in all files."""
+    """Forget compiled code at the end of a file: torch compiles one function in eight ways at most, in all files.
+
+    Libraries that the file has imported, Dynamo say, are kept from the garbage collector as well.
+    """
+    if nextitem is not None and nextitem.path == item.path:
+        return
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters and (nextitem is None or nextitem.path != item.path):
+    if dynamo is not None and dynamo.utils.counters:
         dynamo.reset()
         dynamo.utils.counters.clear()
+    if nextitem is not None and len(sys.modules) > _frozen["modules"] + 200:
+        gc.collect()
+        _freeze()
 
 
 @pytest.hookimpl(trylast=True)

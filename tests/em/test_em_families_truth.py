@@ -887,6 +887,7 @@ def test_parameters_that_do_not_fit_together(make, message):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 @pytest.mark.parametrize("units", ["standardised", "raw"])
 @pytest.mark.parametrize("name", ["breast_cancer", "wine"])
 def test_one_factor_analyser_is_as_likely_as_scikit_learns(name, units):
