@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -54,12 +55,12 @@ class _TorchAlone:
     others.
     """
 
-    def __init__(self, before: "_TorchAlone | None") -> None:
+    def __init__(self) -> None:
         import torch
         from warm import objects_of_torch
 
-        self._found = [*(before._found if before else ()), *objects_of_torch()]
-        self._holders = [*(before._holders if before else ()), *gc.get_referrers(torch.is_grad_enabled)]
+        self._found = objects_of_torch()
+        self._holders = gc.get_referrers(torch.is_grad_enabled)
         if methods := [holder for holder in self._holders if isinstance(holder, staticmethod)]:
             self._holders += gc.get_referrers(*methods)
         if bodies := [holder for holder in self._holders if isinstance(holder, dict) and "__module__" in holder]:
@@ -82,24 +83,14 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """Keep the garbage collector from the tests themselves: they stay to the end, and it takes a fifth of this time."""
     gc.disable()
     found = yield
-    if session.config.option.collectonly:
-        gc.freeze()
-    else:
-        _freeze()
-    gc.enable()
-    return found
-
-
-_frozen: dict[str, Any] = {"modules": 0, "torch": None}
-
-
-def _freeze() -> None:
-    if "toolkit.gradients.audit.steps" in sys.modules:
+    if "toolkit.gradients.audit.steps" in sys.modules and not session.config.option.collectonly:
         from toolkit.gradients.audit import _regions, variables
 
-        _frozen["torch"] = variables.gc = _regions.gc = _TorchAlone(_frozen["torch"])  # type: ignore[attr-defined]
+        importlib.import_module("torch._dynamo")  # as the first transform of `torch.func` does, and some audit
+        variables.gc = _regions.gc = _TorchAlone()  # type: ignore[attr-defined]
     gc.freeze()
-    _frozen["modules"] = len(sys.modules)
+    gc.enable()
+    return found
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -118,19 +109,11 @@ def _leave(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Forget compiled code at the end of a file: torch compiles one function in eight ways at most, in all files.
-
-    Libraries that the file has imported, Dynamo say, are kept from the garbage collector as well.
-    """
-    if nextitem is not None and nextitem.path == item.path:
-        return
+    """Forget compiled code at the end of a file: torch compiles one function in eight ways at most, in all files."""
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters:
+    if dynamo is not None and dynamo.utils.counters and (nextitem is None or nextitem.path != item.path):
         dynamo.reset()
         dynamo.utils.counters.clear()
-    if nextitem is not None and len(sys.modules) > _frozen["modules"] + 200:
-        gc.collect()
-        _freeze()
 
 
 @pytest.hookimpl(trylast=True)
