@@ -26,6 +26,8 @@ __all__ = ["NonemptyPath", "main"]
 # The name of the table of expected stops.
 _TABLE = "stop"
 
+_COUNT = click.IntRange(1)
+
 # The exit status of a program that Ctrl-C has ended, as a shell has it.
 _INTERRUPTED = 130
 
@@ -59,7 +61,7 @@ class _WithArguments(click.Command):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stopgrad")
 def main() -> None:
-    """Ask a program about its stop-gradients."""
+    """Ask a program about its stop-gradients: `python -m toolkit audit train.py`."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +87,18 @@ class _Options:
 @main.command(cls=_WithArguments)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [-- ARGUMENTS]")
 @click.option("-m", "module", metavar="MODULE", help="Audit a module, as `python -m MODULE` runs it.")
-@click.option("--step", type=click.IntRange(1), default=1, show_default=True, help="Training step to audit.")
-@click.option("--backward", type=click.IntRange(1), help="Backward pass of this step to audit.  [default: 1]")
-@click.option("--all", "all_passes", is_flag=True, help="Answer for all backward passes of this step.")
+@click.option("--step", type=_COUNT, metavar="N", default=1, show_default=True, help="Training step to audit.")
+@click.option("--backward", type=_COUNT, metavar="N", show_default="1", help="Backward pass of this step to audit.")
+@click.option("--all", "all_passes", is_flag=True, help="Audit all backward passes of this step.")
 @click.option("--continue", "continues", is_flag=True, help="Let the script run to its end after the answer.")
-@click.option(
-    "--verify", is_flag=True, help="Run the script again without recording; compare loss and gradients bit for bit."
-)
-@click.option(
-    "--rerun", is_flag=True, help="Run the script again without each stop that the recorded step cannot open."
-)
+@click.option("--verify", is_flag=True, help="Compare with a run without recording, bit for bit.")
+@click.option("--rerun", is_flag=True, help="Run again for each stop that the record cannot open.")
 @click.option(
     "--memory",
     type=click.FloatRange(0),
     metavar="MB",
-    help="Memory that recorded regions of a script may take.  [default: half of the free memory]",
+    show_default="half of the free memory",
+    help="Memory that the record of a `no_grad` may take.",
 )
 @click.option(
     "--format",
@@ -107,28 +106,30 @@ class _Options:
     type=click.Choice(["text", "json", "github"]),
     default="text",
     show_default=True,
-    help="Print text, JSON (see `docs/gradients.md`), or text with annotations for GitHub.",
+    help="Form of the answer; github: text with annotations.",
 )
 @click.option("--json", "form", flag_value="json", help="The same as `--format json`.")
 @click.option(
     "--expect",
     type=NonemptyPath(dir_okay=False, resolve_path=True),
     metavar="FILE.toml",
-    help="Compare the stops with this table; end with 1 if one is gone, new, or has another effect.",
+    help="Compare the stops with the table in this file.",
 )
-@click.option("--update", is_flag=True, help="Write the table of `--expect` from the stops found.")
-@click.option("--page", "page_path", type=NonemptyPath(dir_okay=False), help="Write the answer as an HTML page too.")
+@click.option("--update", is_flag=True, help="Write this table from the stops found.")
+@click.option("--page", "page_path", type=NonemptyPath(dir_okay=False), help="Write the answer as an HTML page, too.")
 @click.option("--witness", type=NonemptyPath(), hidden=True)
 @click.option("--opened", help="Arguments of `OpenedRun`, as JSON.", hidden=True)
 def audit(words: tuple[str, ...], **options: Any) -> None:
-    """Find the places that stop a gradient in a program, and the effect of each.
+    """Find the stop-gradients of a program (`detach`, `no_grad`, ...), and measure the effect of each.
 
-    PROGRAM is a training script, which runs as it is, with the ARGUMENTS after "--". The command records one training
-    step, opens (removes) each stop of one of its backward passes, and ends the script.
+    \b
+    stopgrad audit train.py --step 10 -- --lr 0.1   # a script, with its arguments
+    stopgrad audit model.py:make_loss               # a loss function
 
-    Or PROGRAM is FILE:FUNCTION. FUNCTION takes no arguments and returns the loss, itself a function that runs the
-    program and returns a scalar tensor. It may return a pair: the loss, and the parameters to differentiate by (a
-    module, a dict, or a list of tensors). The ARGUMENTS are those of FILE.
+    A script runs as it is. The command records one training step, opens (removes) each stop of one of its backward
+    passes, and ends the script. The function of FILE:FUNCTION takes no arguments and returns the loss: another function
+    without arguments, which returns a scalar tensor. Or it returns a pair: the loss, and the parameters (a module, a
+    dict, or a list of tensors).
 
     The answer goes to stdout, the output of the program to stderr. The leak is the norm of the part of the gradient
     that flows through the opened stop; ratio and cosine compare the gradient without the stop to the gradient with it.
@@ -142,8 +143,7 @@ def audit(words: tuple[str, ...], **options: Any) -> None:
     cuts all paths      load-bearing: no gradient of these parameters with it
     makes the gradient  load-bearing: no gradient of these without it
 
-    The exit code is that of the program; 1 if an answer is not valid or not as expected; 2 if there is nothing to
-    audit.
+    The exit code is that of the program, 1 if an answer is not valid or not as expected, 2 without an answer.
     """  # noqa: D301 - the sign by which click leaves lines as they are
     asked = _Options(**options)
     if not (words[0] if asked.module is None and words else asked.module):

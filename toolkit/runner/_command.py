@@ -40,7 +40,12 @@ RESULTS = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stopgrad")
 def main() -> None:
-    """Run algorithms with and without their stop-gradients, and measure the difference."""
+    """Measure the effect of stop-gradients on gradients and on training.
+
+    \b
+    stopgrad audit train.py    # the stops of your own script
+    stopgrad run em_iris       # train with a stop, and without it
+    """  # noqa: D301 - the sign by which click leaves lines as they are
 
 
 def _audit(words: tuple[str, ...], page_path: Path | None, **options: Any) -> None:
@@ -78,19 +83,19 @@ class _RunCommand(click.Command):
             raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
 
 
-@main.command(cls=_RunCommand, short_help="Train with blocks in place and again with each open.")
+@main.command(cls=_RunCommand, short_help="Train with the blocks in place, and with each open.")
 @click.argument("configs", nargs=-1, type=NonemptyPath())
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Give a key of the configs another value; may be repeated.",
+    help="Give a key of the configs another value. May be repeated.",
 )
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=A,B,...",
-              help="Run once with each value of a key; several options give all combinations.")  # fmt: skip
-@click.option("--jobs", type=click.IntRange(1), metavar="N",
-              help="Number of seeds that run side by side.  [default: the number of cores]")  # fmt: skip
+              help="Run once with each value of a key. May be repeated: all combinations run.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1), metavar="N", show_default="the number of cores",
+              help="Number of seeds that run side by side.")  # fmt: skip
 @click.option("--ray", "cluster", metavar="ADDRESS",
               help="Run on this Ray cluster; `auto` is the cluster of this machine. Needs stopgrad[ray].")  # fmt: skip
 @click.option("--force", is_flag=True, help="Run finished seeds again.")
@@ -104,11 +109,17 @@ def run(
     force: bool,
     results: Path,
 ) -> None:
-    """Train with the blocks in place and again with each named block open.
+    """Train with the blocks in place, and again with each block open that the config names.
 
-    CONFIGS are TOML files, folders of them, or names of bundled configs, as `stopgrad list` shows them; all of configs/
-    by default. Finished seeds are not run again, so the same command continues an interrupted run.
-    """
+    \b
+    stopgrad run em_iris --set steps=50 --set seeds=5
+    stopgrad run configs/em_iris.toml --sweep learning_rate=0.01,0.1
+
+    CONFIGS are TOML files, folders of them, or names of bundled configs, as `stopgrad list` shows them.  [default:
+    configs]
+
+    Finished seeds are not run again, so the same command continues an interrupted run.
+    """  # noqa: D301 - the sign by which click leaves lines as they are
     from toolkit.runner._choice import chosen_configs
     from toolkit.runner._config import ConfigError
 
@@ -215,7 +226,9 @@ def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
 def zoo(folder: Path, results: Path) -> None:
     """Audit each program of the bug zoo with its bug and without it, and draw the page of the zoo.
 
-    FOLDER holds the programs; by default the bundled zoo, published programs with a wrong stop.
+    FOLDER holds the programs, published ones with a wrong stop.  [default: docs/zoo]
+
+    `stopgrad audit docs/zoo/forgotten_block.py:buggy` audits one of them.
     """
     from toolkit.runner._records import write_zoo
     from toolkit.runner._site import write_site
@@ -249,7 +262,9 @@ def zoo(folder: Path, results: Path) -> None:
 @RESULTS
 @click.option("--single", type=NonemptyPath(dir_okay=False), help="Write the whole report into this one file.")
 def report(results: Path, single: Path | None) -> None:
-    """Draw the report from the records: RESULTS/index.html, and a page for each experiment. Needs no torch.
+    """Draw the report from the records: index.html in the folder of the results, and a page for each experiment.
+
+    `stopgrad report --single report.html` writes one file, to send to others. No report needs torch.
 
     Damaged records are left out, and named at the end and on the page of their experiment; the exit code is then 1.
     """
@@ -285,7 +300,7 @@ def report(results: Path, single: Path | None) -> None:
 def list_command(experiment: str | None, configs: Path) -> None:
     """List the experiments, the blocks with their reasons, and the configs.
 
-    With the name of an EXPERIMENT, list the keys of its configs instead, with types and defaults.
+    With the name of an EXPERIMENT, list the keys of its configs instead, with types and defaults: `stopgrad list em`.
     """
     from toolkit.runner._config import ConfigError
     from toolkit.runner._listing import keys_of, listing
@@ -304,7 +319,8 @@ def list_command(experiment: str | None, configs: Path) -> None:
 def init(folder: Path) -> None:
     """Lay out a project of your own in FOLDER: one experiment, one config, one test, with comments.
 
-    The test needs pytest, which is not installed with this package: ``pip install pytest``.
+    After `stopgrad init my_project`, edit these files, and start `stopgrad run configs` in the folder. The test needs
+    pytest, which is not installed with this package: `pip install pytest`.
     """
     source = BUNDLE / "docs" / "project"
     files = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.suffix in (".py", ".toml")]
