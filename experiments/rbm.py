@@ -107,7 +107,7 @@ class Config(ExperimentConfig):
     def _is_an_idx_file(cls, path: str | None) -> str | None:
         if path is not None:
             if not Path(path).is_file():
-                raise ValueError("this is a folder, not a file" if Path(path).is_dir() else "there is no such file")
+                raise ValueError("should be a file" + (", not a folder" if Path(path).is_dir() else " that exists"))
             pixels = _pixels(path)
             if not pixels.numel():
                 raise ValueError("the file should have at least one image; it has none")

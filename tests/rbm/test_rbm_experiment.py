@@ -445,7 +445,7 @@ def test_without_its_files_a_config_ends_with_a_line_for_each(tmp_path):
     assert done.exit_code == 2
     lines = done.stderr.splitlines()
     assert [line.split(": ")[2] for line in lines] == ["images", "held_out"]
-    assert all("there is no such file, found 'data/mnist/" in line for line in lines)
+    assert all("should be a file that exists, found 'data/mnist/" in line for line in lines)
 
 
 def test_a_folder_of_configs_leaves_out_those_that_need_files():
@@ -479,5 +479,5 @@ def test_images_that_would_all_be_black_are_an_error(tmp_path):
 
 
 def test_a_folder_is_no_file_of_images(tmp_path):
-    with pytest.raises(ConfigError, match="this is a folder, not a file"):
+    with pytest.raises(ConfigError, match="should be a file, not a folder"):
         load_config(MNIST, _overrides((tmp_path, tmp_path)))

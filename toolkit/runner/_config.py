@@ -324,7 +324,8 @@ def _sentence(details: ErrorDetails, where: _Places, config_class: type[Experime
     message = details["msg"].removeprefix("Value error, ")
     message = re.sub(r"^(\w+)( should have .*?) after validation, not \d+$", r"\1\2", message)
     message = (message[0].lower() + message[1:]).removeprefix("input ")
-    if isinstance(found, dict):  # a whole table is more than a line
+    # A whole table is more than a line, and a message of an experiment may say itself which value it found.
+    if isinstance(found, dict) or re.search(r"\b[Ff]ound\b", message):
         return f"{place}: {message}"
     allowed = (details.get("ctx") or {}).get("expected", "")
     hint = _suggest(found, re.findall(r"'([^']*)'", allowed)) if isinstance(found, str) and allowed else ""
