@@ -98,11 +98,13 @@ def keys_of(experiment: str, configs: Path) -> str:
         of_config = _experiment_of(here_or_bundled(configs / f"{experiment}.toml"))
         hint = _hint(experiment, of_config, known)
         raise ValueError(f"`experiment` should be one of {', '.join(known)}. Found {experiment!r}{hint}")
-    config: type[BaseModel] = load_experiment(experiment, known[experiment]).Config
-    lines = [f"Keys of a config with experiment = {experiment!r}"]
+    module = load_experiment(experiment, known[experiment])
+    config: type[BaseModel] = module.Config
+    lines = [f"Keys of a config with experiment = {experiment!r}", f"The module: {module.__file__}"]
     for name, key in config.model_fields.items():
-        default = "required" if key.is_required() else f"default {key.get_default(call_default_factory=True)!r}"
-        lines += _entry(f"{name}: {_type(key.annotation)}, {default}", _meaning(config, name))
+        default = key.get_default(call_default_factory=True)
+        need = "required" if key.is_required() else "optional" if default is None else f"default {default!r}"
+        lines += _entry(f"{name}: {_type(key.annotation)}, {need}", _meaning(config, name))
     return "\n".join(lines)
 
 
@@ -123,18 +125,20 @@ def _experiment_of(config: Path) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """Return a type as a reader writes it, without the modules of its parts."""
-    name = annotation.__name__ if type(annotation) is type else str(annotation)
+    """Return a type as a reader writes it: without the modules of its parts, and without None, which TOML lacks."""
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     name = re.sub(r"Annotated\[([\w.]+), .*?\]\)\]", r"\1", name)
-    return re.sub(r"(?<!['\w.])(?:typing|toolkit|experiments)[\w.]*\.|<class '|'>", "", name)
+    name = re.sub(r"(?<!['\w.])(?:typing|toolkit|experiments)[\w.]*\.|<class '|'>", "", name)
+    name = re.sub(r"Literal\[([^]]*)\]", lambda found: found[1].replace(", ", " | "), name)
+    return re.sub(r"^Optional\[(.*)\]$| \| None$", r"\1", name)
 
 
 def _meaning(config: type, key: str) -> str:
-    """Return the description of a key, from the docstring of the class that declares it."""
+    """Return the description of a key, from the docstring of the class that declares it, without its markup."""
     for owner in config.__mro__:
         if key in inspect.get_annotations(owner):
             found = re.search(rf"^ {{4}}{key}: (.*(?:\n {{8}}.*)*)", inspect.getdoc(owner) or "", re.MULTILINE)
-            return " ".join(found[1].split()) if found else ""
+            return " ".join(found[1].replace("`", "").split()) if found else ""
     return ""
 
 
