@@ -14,7 +14,9 @@ from contract import BlockCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, library
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -241,6 +243,36 @@ def test_function_transforms_agree_with_all_logits(opened):
             torch.testing.assert_close(transform(ours)(h), transform(theirs)(h), rtol=1e-12, atol=8 * EPS)
         one = vmap(grad(lambda h, label: linear_cross_entropy(h, w, label, chunk_size=4)))(h, labels)
     torch.testing.assert_close(one, 3 * grad(theirs)(h), rtol=1e-12, atol=8 * EPS)
+
+
+@shapes
+@both_ways
+def test_several_cotangents_at_once_are_those_one_by_one(shape, opened):
+    leaves, labels = layer(*shape), labels_for(shape[0], shape[2])
+    with unblock(*opened if shape[2] > 1 else ()):
+        losses = linear_cross_entropy(**leaves, labels=labels, reduction="none", chunk_size=4)
+        g = torch.randn(2, *losses.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        found = gradients(losses, leaves, grad_outputs=g, is_grads_batched=True, retain_graph=True)
+        one_by_one = [gradients(losses, leaves, grad_outputs=vector, retain_graph=True) for vector in g]
+    for name, slopes in found.items():
+        expected = torch.stack([slope[name] for slope in one_by_one])
+        torch.testing.assert_close(slopes, expected, rtol=1e-12, atol=8 * EPS)
+
+
+def test_a_traced_loss_reads_no_label():
+    leaves, labels = layer(3, 5, 11), labels_for(3, 11)
+
+    def program(labels: Tensor, *leaves: Tensor) -> list[Tensor]:
+        loss = linear_cross_entropy(*leaves[:2], labels, bias=leaves[2], chunk_size=4)
+        return [loss, *torch.autograd.grad(loss, leaves)]
+
+    traced = make_fx(program)(labels, *leaves.values())
+    for found, expected in zip(*(run(labels + 1, *leaves.values()) for run in (traced, program)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=8 * EPS)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(leaf) for name, leaf in leaves.items()}
+        loss = linear_cross_entropy(**fake, labels=mode.from_tensor(labels))
+        assert [slope.shape for slope in gradients(loss, fake).values()] == [(3, 5), (11, 5), (11,)]
 
 
 def test_labels_out_of_range_under_vmap_have_no_number():

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function
@@ -69,7 +70,8 @@ def _applied(function: type[Function], in_graph: type[Function], *arguments: Any
 
 
 def _is_differentiated_again() -> bool:
-    return torch.is_grad_enabled() and not is_compiling()
+    """Return whether a backward pass is itself differentiated, in either mode."""
+    return not is_compiling() and (torch.is_grad_enabled() or forward_ad._current_level >= 0)
 
 
 class _SoftmaxInGraph(Function):

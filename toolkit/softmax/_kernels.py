@@ -72,7 +72,7 @@ def small_probabilities(x: Tensor, dim: int) -> Tensor | None:
 
     The pivot is the cotangent at the maximum, so that the error of a component is up to 1 + C times its condition.
     """
-    if not -x.dim() <= dim < x.dim() or x.shape[dim] > _FEW or forward_ad._current_level >= 0:
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] > _FEW:
         return None
     y = torch.softmax(x, dim)
     if _has_nan(y, dim):
@@ -106,7 +106,7 @@ def _has_nan(y: Tensor, dim: int) -> bool:
 
 def scaled_probabilities(x: Tensor, scale: Tensor, dim: int) -> Tensor:
     """Return ``scale * softmax(x)`` for a row quantity `scale`: the gradient of log-sum-exp."""
-    if not _in_pieces(x, dim):
+    if not (_in_pieces(x, dim) and _is_itself(scale)):
         return probabilities(x, dim) * scale
     result = torch.empty_like(x)
     for y, part, factor in _pieces(dim, result, x, scale):
@@ -231,7 +231,7 @@ def centred_product(y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
     more than half of the probability, else the mean of g. Both terms of a component are then no larger than the
     component itself, up to the condition :math:`y_i \sum_j y_j |g_i - g_j|`.
     """
-    if y.numel() == 0 or not (_may_look(y) and type(cotangent) in _PLAIN):
+    if y.numel() == 0 or not (_may_look(y) and _is_itself(cotangent)):
         return centred_product_in_plain_operations(y, cotangent, dim)
     if not _in_pieces(y, dim):
         centred = cotangent - _pivot(y, cotangent, dim)
@@ -278,7 +278,7 @@ def log_softmax_product(log_y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
     `expm1`.
     """
     flat = log_y.dim() == 2 and dim % 2 == 1
-    if not (flat and _may_look(log_y) and type(cotangent) in _PLAIN and log_y.numel() > _SMALL):
+    if not (flat and _may_look(log_y) and _is_itself(cotangent) and log_y.numel() > _SMALL):
         return log_softmax_product_in_plain_operations(log_y, cotangent, dim)
     result = torch._log_softmax_backward_data(cotangent, log_y, dim, log_y.dtype)
     (sure,) = torch.where(log_y.amax(dim) > -math.log(2))
@@ -303,6 +303,11 @@ def log_softmax_product_in_plain_operations(log_y: Tensor, cotangent: Tensor, di
 # --- pieces ------------------------------------------------------------------------------------------------------
 
 
+def _is_itself(x: Tensor) -> bool:
+    """Return whether `x` is one tensor: of no subclass, and not several that a backward pass maps over."""
+    return type(x) in _PLAIN and not torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def _may_look(x: Tensor) -> bool:
     """Return whether the choice of a kernel may depend on the values."""
     return (
@@ -315,13 +320,25 @@ def _may_look(x: Tensor) -> bool:
 
 
 def is_small(x: Tensor) -> bool:
-    """Return whether `x` is too short for pieces, in no half precision, and its values may be read."""
+    """Return whether `x` is too short for pieces, in no half precision, and its values may be read.
+
+    Not in forward mode: torch's derivative of its own derivative of `log_softmax` fails there.
+    """
+    if forward_ad._current_level >= 0:
+        return False
     return is_dense(x) and 0 < x.numel() <= _SHORT and x.dim() > 0 and x.dtype in _FULL and _may_look(x)
 
 
 def _in_pieces(x: Tensor, dim: int) -> bool:
     """Return whether `x` should be processed in pieces: it is long, and its rows are contiguous."""
     return x.numel() > _LONG and dim in (-1, x.dim() - 1) and x.is_contiguous() and _may_look(x)
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """Return `x` in the memory layout of ``x - shift``, on which the choice of a kernel depends."""
+    if x.is_contiguous() or x.numel() <= _LONG or x.dtype not in _FULL or not _may_look(x):
+        return x
+    return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.clone()
 
 
 def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

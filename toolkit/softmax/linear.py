@@ -15,7 +15,7 @@ This sum keeps all its digits where ``probability - 1`` would cancel.
 There are three implementations:
 
 - `_losses_in_plain_autograd` is the specification. Autograd records each chunk, so all logits are kept. Forward mode,
-  `torch.func`, ``torch.export`` and second derivatives go through it.
+  `torch.func`, ``torch.export``, `make_fx`, second derivatives and several cotangents at once go through it.
 - `_Losses` is for plain reverse mode. Its backward pass needs the logits a second time. If the weight's gradient is at
   least as large as the logits, they are stored in the memory of this gradient, which is needed anyway; each chunk of
   the gradient overwrites logits that have been read. Otherwise the logits are computed again. Only one loss per weight
@@ -166,11 +166,17 @@ def _check(
 
 def _check_range(labels: Tensor, n_classes: int) -> None:
     """Raise ValueError if a label is out of range. Where labels cannot be read, under `vmap`, its loss is NaN."""
-    if labels.numel() == 0 or labels.is_meta:
+    if labels.numel() == 0 or labels.is_meta or _is_traced():
         return
     for label in (int(labels.min()), int(labels.max())):
         if not 0 <= label < n_classes:
             raise ValueError(f"`labels` should lie from 0 to {n_classes - 1}. Found {label}.")
+
+
+def _is_traced() -> bool:
+    """Return whether tensors stand for others, without numbers or memory: under `make_fx` or a `FakeTensorMode`."""
+    modes = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.PROXY, modes.FAKE))
 
 
 # --- the ways to compute it ------------------------------------------------------------------------------------------
@@ -187,7 +193,7 @@ def _losses(
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed:
         _check_range(labels, len(weight))
-    if transformed or forward_ad._current_level >= 0:
+    if transformed or forward_ad._current_level >= 0 or _is_traced():
         return _losses_in_plain_autograd(input, weight, bias, labels, where, chunk_size)
     parameters = [tensor for tensor in (input, weight, bias) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in parameters):
@@ -265,18 +271,26 @@ class _Losses(torch.autograd.Function):
         # Once: the first backward pass overwrites the logits by the gradient, a second computes them again.
         room, ctx.room = ctx.room, None
         with exact_products(input.device):
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or not _is_one_product(cotangent):
                 # At views, which have no history in common: the input may depend on the weight, or be it.
-                input, weight = input.view_as(input), weight.view_as(weight)
-                bias = None if bias is None else bias.view_as(bias)
-                losses = _losses_in_plain_autograd(input, weight, bias, labels, where, ctx.chunk_size)
+                with torch.enable_grad():
+                    input, weight = input.view_as(input), weight.view_as(weight)
+                    bias = None if bias is None else bias.view_as(bias)
+                    losses = _losses_in_plain_autograd(input, weight, bias, labels, where, ctx.chunk_size)
                 parameters = zip((input, weight, bias), needs, strict=False)
                 wanted = [tensor for tensor, need in parameters if need and tensor is not None]
-                found = iter(torch.autograd.grad(losses, wanted, cotangent, create_graph=True))
+                again = torch.is_grad_enabled()
+                found = iter(torch.autograd.grad(losses, wanted, cotangent, create_graph=again))
                 return *(next(found) if need else None for need in needs[:3]), None, None, None, None
             waiting = None if room is None else room.memory
             gradients = _backward(kept, cotangent, ctx.chunk_size, needs, waiting)
             return *gradients, None, None, None
+
+
+def _is_one_product(cotangent: Tensor) -> bool:
+    """Return whether a backward pass is neither differentiated in forward mode nor mapped over several cotangents."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not (transformed or torch._C._functorch.is_legacy_batchedtensor(cotangent))
 
 
 def _forward(
