@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from each import each
 from torch import Tensor
 from torch.func import jacfwd, jacrev, vmap
@@ -173,6 +174,43 @@ def test_values_are_not_looked_at_where_they_cannot_be(function):
     torch.testing.assert_close(traced(other), gradient(other), rtol=1e-12, atol=1e-14)
     meta = x.detach().to("meta").requires_grad_()
     assert torch.autograd.grad(function(meta).sum(), meta)[0].shape == (4, 6)
+
+
+@functions
+@pytest.mark.parametrize("scale", [1.0, 30.0], ids=["unsure", "sure"])
+@pytest.mark.parametrize("shape", [(6, 5), (300, 250)], ids=["small", "long"])
+def test_several_cotangents_at_once_and_forward_mode_go_through_every_backward_pass(function, shape, scale):
+    x = (scale * torch.randn(shape, dtype=torch.float64, generator=seeded())).requires_grad_()
+    t = torch.randn(shape, dtype=torch.float64, generator=seeded(1))
+    value = function(x)
+    g = torch.randn(2, *value.shape, dtype=torch.float64, generator=seeded(2))
+    expected = [torch.autograd.grad(value, x, each_g, create_graph=True)[0] for each_g in g]
+    (found,) = torch.autograd.grad(value, x, g, is_grads_batched=True, retain_graph=True)
+    close = {"rtol": 1e-10, "atol": 1e-13}
+    torch.testing.assert_close(found, torch.stack(expected), **close)
+    (curvature,) = torch.autograd.grad((expected[0] * t).sum(), x, retain_graph=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t)
+        value, tangent = forward_ad.unpack_dual(function(dual))
+        torch.testing.assert_close((tangent * g[0]).sum(), (expected[0] * t).sum(), **close)
+        torch.testing.assert_close(torch.autograd.grad(tangent, x, g[0], retain_graph=True)[0], curvature, **close)
+        (gradient,) = torch.autograd.grad(function(dual), dual, g[0])
+        torch.testing.assert_close(forward_ad.unpack_dual(gradient).primal, expected[0], **close)
+        torch.testing.assert_close(forward_ad.unpack_dual(gradient).tangent, curvature, **close)
+
+
+@functions
+def test_a_recorded_shift_changes_no_bit_of_an_input_with_gaps(function):
+    x = (5 * torch.randn(300, 250, 2, dtype=torch.float64, generator=seeded()))[..., 1].requires_grad_()
+    value = function(x)
+    with watched(lambda *_: None):
+        assert function(x).equal(value)
+
+
+def test_a_mapped_number_has_a_sum_of_its_own():
+    x = torch.randn(3, dtype=torch.float64, generator=seeded())
+    for function in (logsumexp, softmax, log_softmax):
+        assert vmap(lambda x, function=function: function(x, -1))(x).equal(torch.stack([function(v, -1) for v in x]))
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------

@@ -172,6 +172,50 @@ def test_errors_of_cross_entropy(options, error, message):
         cross_entropy(normal(2, 5), torch.tensor([0, 1]), **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_an_ignored_label_is_that_number_in_every_type(dtype):
+    """In 8 bits 156 and -100 are the same, and so are 44 and 300."""
+    logits = normal(2, 200, 1)
+    for label, ignore_index in ((156, -100), (44, 300)):
+        if label <= torch.iinfo(dtype).max:
+            labels = torch.tensor([[label], [3]])
+            found = cross_entropy(logits, labels.to(dtype), 1, ignore_index=ignore_index)
+            torch.testing.assert_close(found, F.cross_entropy(logits, labels))
+
+
+@every_size
+@every_reduction
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_weights_of_the_classes_may_carry_a_gradient(reduction, smoothing, of_size):
+    logits, labels = normal(9, 5), torch.arange(9) % 5
+
+    def of_its_definition(x, weight):
+        q = (1 - smoothing) * F.one_hot(labels, 5).double() + smoothing / 5
+        losses = -(weight * q * x.log_softmax(1)).sum(1)
+        return (
+            losses.sum() / weight[labels].sum() if reduction == "mean" else getattr(losses, reduction, lambda: losses)()
+        )
+
+    same_with_gradient(
+        lambda x, w: cross_entropy(x, labels, weight=w, label_smoothing=smoothing, reduction=reduction),
+        of_its_definition, logits, WEIGHT + 0.1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_probabilities_and_weights_are_not_rounded_to_another_precision(dtype):
+    logits, q = normal(4, 5, scale=3), normal(4, 5, seed=1).softmax(1).to(dtype)
+    found = cross_entropy(logits, q, label_smoothing=0.1, reduction="none")
+    expected = F.cross_entropy(logits, q.double(), label_smoothing=0.1, reduction="none")
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    x, weight, labels = logits.to(dtype), WEIGHT.float() + 1e-3, torch.arange(4)
+    found = cross_entropy(x, labels, weight=weight, reduction="none")
+    expected = F.cross_entropy(x.double(), labels, weight=weight.double(), reduction="none")
+    assert found.dtype == dtype
+    slack = 0.51 if dtype != torch.float32 else 4
+    torch.testing.assert_close(found.double(), expected, rtol=slack * torch.finfo(dtype).eps, atol=0)
+
+
 # --- log-sum-exp with factors ------------------------------------------------------------------------------------
 
 PAIRS = {
@@ -197,6 +241,45 @@ def test_logsumexp_with_factors_is_scipys(name):
     assert found.item() == pytest.approx(expected, rel=1e-14, nan_ok=True)
     assert found_sign.item() == sign
     assert logsumexp(a, b=b).item() == pytest.approx(without, rel=1e-14, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_sum_below_the_range_of_its_type_is_positive(dtype):
+    x = torch.tensor([[-9000.0, -9001.0], [-math.inf, -math.inf], [math.nan, 0.0]], dtype=dtype)
+    for options in ({}, {"b": torch.ones(2)}):
+        total, sign = logsumexp(x, return_sign=True, **options)
+        assert total.tolist() == pytest.approx(x.double().logsumexp(1).tolist(), rel=1e-2, nan_ok=True)
+        assert sign.tolist() == pytest.approx([1, 0, math.nan], nan_ok=True)
+
+
+@pytest.mark.parametrize("opened", [(), (SHIFT,)], ids=["blocked", "open"])
+def test_a_factor_of_zero_has_the_derivative_of_its_exponential(opened):
+    x = torch.tensor([[0.5, 3.0, -1.0], [0.3, 0.2, math.inf], [1.0, math.nan, 0.0]], dtype=torch.float64)
+    b = torch.tensor([[1.0, 0.0, -0.25], [2.0, 1.0, 0.0], [1.0, 0.0, 2.0]], dtype=torch.float64)
+    x.requires_grad_()
+    b.requires_grad_()
+    with unblock(*opened):
+        value = logsumexp(x, b=b)
+        by_x, by_b = torch.autograd.grad(value.sum(), (x, b))
+    kept = x.detach().where(x.isfinite(), -math.inf).exp()
+    total = (b * kept).sum(1, keepdim=True)
+    torch.testing.assert_close(value, total.log().squeeze(1))
+    torch.testing.assert_close(by_x, b * kept / total)
+    torch.testing.assert_close(by_b, kept / total)
+
+
+@pytest.mark.parametrize("opened", [(), (SHIFT,)], ids=["blocked", "open"])
+def test_a_row_whose_factors_leave_nothing_has_gradient_zero_and_poisons_no_other(opened):
+    x = torch.tensor([[1.0, 2.0], [-math.inf, -math.inf], [0.5, -1.0]], dtype=torch.float64, requires_grad=True)
+    b = torch.tensor([[0.0, 0.0], [1.0, -2.0], [1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    with unblock(*opened):
+        value, sign = logsumexp(x, b=b, return_sign=True)
+        by_x, by_b = torch.autograd.grad(value, (x, b), torch.ones_like(value))
+    assert value[:2].tolist() == [-math.inf, -math.inf]
+    assert sign.tolist() == [0, 0, 1]
+    assert (by_x[:2] == 0).all()
+    assert (by_b[:2] == 0).all()
+    torch.testing.assert_close(by_x[2], b[2] * x[2].exp() / (b[2] * x[2].exp()).sum())
 
 
 @pytest.mark.parametrize("dim", [0, -1, (0, 2), (2, 1, 0)], ids=str)

@@ -49,7 +49,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn.functional import nll_loss
 
 from toolkit._checks import broadcasts, choice, index, number
-from toolkit._tensors import INTEGERS, bounded, dense, kind_of, wide
+from toolkit._tensors import INTEGERS, bounded, dense, kind_of, largest_exponent, wide
 from toolkit.blocks import block, is_quiet, stop_gradient
 from toolkit.softmax._differentiation import (
     cross_entropy_of_rows,
@@ -61,6 +61,7 @@ from toolkit.softmax._kernels import (
     finite_maximum,
     is_small,
     is_unsure,
+    laid_out,
     log_sum_in_plain_operations,
     probabilities_in_plain_operations,
     small_probabilities,
@@ -200,7 +201,8 @@ def logsumexp(
         dim: The dimension to sum over, or several.
         keepdim: Whether the result keeps `dim` with size 1.
         where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
-        b: Real factors, of a shape that broadcasts to that of `input`: 0 leaves an entry out, as `where` does.
+        b: Real factors, of a shape that broadcasts to that of `input`: 0 leaves an entry out, as `where` does, except
+            that the derivative with respect to the factor of a finite entry stays.
         return_sign: Whether the sign of the sum is returned as well. If not, a negative sum gives NaN.
 
     Returns:
@@ -233,7 +235,7 @@ def logsumexp(
     if b is None and not return_sign and not _is_several(dim):
         place = _checked(input, "input", dim, _SEVERAL)
         result = _logsumexp(input, place)
-        return result if keepdim else result.squeeze(place)
+        return result if keepdim or input.dim() == 0 else result.squeeze(place)
     places = _places(input, dim)
     weights = None if b is None else _weights(b, input)
     total, sign = _signed_logsumexp(_as_one(input, places), None if weights is None else _as_one(weights, places))
@@ -255,19 +257,27 @@ def _signed_logsumexp(x: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the logarithm (*) of the absolute value of a weighted sum over the last dimension, and its sign (*)."""
     if b is None:
         total = _logsumexp(x, -1).squeeze(-1)
-        return total, torch.where(total == -math.inf, 0.0, total.exp().sign())
-    z = wide(x).masked_fill(b == 0, -math.inf)
-    shift = stop_gradient(finite_maximum(z, -1), SHIFT)
-    terms = b * (z - shift).exp()
+        # The sum itself may be below the range of its type, and is positive all the same.
+        sign = torch.ones_like(total).masked_fill(total == -math.inf, 0.0)
+        return total, sign.masked_fill(total.isnan(), math.nan)
+    z, left_out = wide(x), b == 0
+    z = z.masked_fill(left_out & ~z.isfinite(), -math.inf)
+    shift = stop_gradient(finite_maximum(z.masked_fill(left_out, -math.inf), -1), SHIFT)
+    exponents = z - shift
+    # That of an entry that is left out is in the derivative with respect to its factor, and not below the shift.
+    terms = b * torch.where(left_out, bounded(exponents, most=largest_exponent(z.dtype)), exponents).exp()
     at_peak = z == shift
     largest = torch.where(at_peak, terms, 0.0).sum(-1)
     others = torch.where(at_peak, 0.0, terms).sum(-1)
+    empty = (terms == 0).all(-1)
     # The largest terms are exact, so that a sum close to them loses no digit, unless the others cancel them.
     together = (largest.abs() <= 2 * others.abs()) | ~others.isfinite()
     one = torch.where(together, 1.0, largest)
     logarithm = one.abs().log() + (torch.where(together, 0.0, others) / one).log1p()
-    total = torch.where(together, (largest + others).abs().log(), logarithm)
-    return (shift.squeeze(-1) + total).to(x.dtype), (largest + others).sign().to(x.dtype)
+    whole = largest + others
+    total = torch.where(together, torch.where(empty, 1.0, whole).abs().log(), logarithm)
+    total = (shift.squeeze(-1) + total).masked_fill(empty, -math.inf)
+    return total.to(x.dtype), whole.sign().masked_fill(whole.isnan(), math.nan).to(x.dtype)
 
 
 def _weights(b: Tensor, input: Tensor) -> Tensor:
@@ -276,7 +286,7 @@ def _weights(b: Tensor, input: Tensor) -> Tensor:
         raise TypeError(f"`b` should be a tensor of real numbers. Found {kind_of(b)}.")
     dense(b=b)
     _check_broadcasts(b, "b", input)
-    return wide(b.to(input.dtype)).expand(input.shape)
+    return b.to(wide(input).dtype).expand(input.shape)
 
 
 def cross_entropy(
@@ -350,15 +360,18 @@ def cross_entropy(
     _check_labels(labels, logits, dim)
     weights = None if weight is None else _class_weights(weight, logits, dim)
     if labels.is_floating_point():
-        found = _losses_of_probabilities(logits, _smoothed(labels, smoothing, where, dim), weights, dim)
+        q = labels.to(torch.promote_types(labels.dtype, wide(logits).dtype))
+        found = _losses_of_probabilities(logits, _smoothed(q, smoothing, where, dim), weights, dim)
         return _reduced(found, None, reduction).to(logits.dtype)
+    labels = labels.long()  # in a type of 8 bits, 156 would equal -100
     x, _ = _shifted(logits, dim)
-    if is_small(x) and x.dim() == 2 and dim % 2 == 1 and not smoothing:
+    differentiable = weights is not None and weights.requires_grad  # the weights of torch's loss are not
+    if is_small(x) and x.dim() == 2 and dim % 2 == 1 and not smoothing and not differentiable:
         log_y = log_softmax_of_rows(x, dim)
         log_y = log_y if weights is None else _without_impossible(log_y, weights)
         return _label_losses(log_y, labels, weight, ignored, reduction).to(logits.dtype)
     kept = (labels != ignored).to(x.device)
-    at = labels.long().masked_fill(~kept, 0).unsqueeze(dim)
+    at = labels.masked_fill(~kept, 0).unsqueeze(dim)
     if _is_plain():
         losses = bounded(log_sum_in_plain_operations(x, dim), 0) - x.gather(dim, at)
     elif is_compiling():
@@ -434,14 +447,14 @@ def _class_weights(weight: Tensor, logits: Tensor, dim: int) -> Tensor:
     dense(weight=weight)
     if weight.shape != (logits.shape[dim],):
         raise ValueError(f"`weight` should have shape ({logits.shape[dim]},). Found {tuple(weight.shape)}.")
-    return wide(weight.to(logits.dtype)).view([-1 if i == dim % logits.dim() else 1 for i in range(logits.dim())])
+    return weight.to(wide(logits).dtype).view([-1 if i == dim % logits.dim() else 1 for i in range(logits.dim())])
 
 
 def _label_losses(log_y: Tensor, labels: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
     """Return the losses (N,) of labels (N,) from the log-probabilities (N, C), or their sum or mean."""
     weight = None if weight is None else weight.to(log_y.dtype)
     with _naming_a_wrong_label(labels, ignored, log_y.shape[1]):
-        return nll_loss(log_y, labels.long(), weight, ignore_index=ignored, reduction=reduction)
+        return nll_loss(log_y, labels, weight, ignore_index=ignored, reduction=reduction)
 
 
 @contextmanager
@@ -587,7 +600,7 @@ def _shifted(input: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
     unshifted `input` to the kernels, which give the same bits with or without the shift.
     """
     if is_quiet() and not is_compiling() and not _is_plain():
-        return input, None
+        return laid_out(input), None
     x = wide(input)
     shift = stop_gradient(finite_maximum(x, dim), SHIFT)
     return x - shift, shift
