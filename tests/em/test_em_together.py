@@ -235,15 +235,21 @@ def _fits_of(x, models, numbers, reg_covar=0.0, sample_weight=None):
     return Fits(cells, passes, x)
 
 
-@pytest.mark.parametrize("option", ["", "weighted", "ridge", "about means", "few at once"])
+@pytest.mark.parametrize(
+    "option",
+    ["", "weighted", "ridge", "about means", "few at once", "by torch", "by torch about means", "by torch ridge"],
+)
 def test_a_step_among_others_is_that_alone(option, monkeypatch):
     x = _samples()
     weight = torch.rand(len(x), generator=seeded(5), dtype=F64) if option == "weighted" else None
-    reg_covar = 0.1 if option == "ridge" else 0.0
-    if option == "about means":
+    reg_covar = 0.1 if option.endswith("ridge") else 0.0
+    if option.endswith("about means"):
         monkeypatch.setattr(fused, "_EXPANDED", {F64: 0.0})
     if option == "few at once":
         monkeypatch.setattr(_fits, "_LOG_JOINTS", 1)
+        monkeypatch.setattr(_fits, "_PADDED", 0)
+    if option.startswith("by torch"):  # as on a device
+        monkeypatch.setattr(_fits, "_native", lambda values: values)
     fits = _fits_of(x, COVARIANCE_MODELS, (1, 2, 3), reg_covar, weight)
     every = np.arange(len(fits.start))
     images, values, _ = fits.em(every, fits.start)
