@@ -113,7 +113,8 @@ class Mutation:
         call = _stops(tree)[self.index]
         replacement = call.args[0] if self.kind == "removed" else _detached(call.args[0])
         block = eval(ast.unparse(call.args[1]), vars(self.module))
-        mutated = ast.fix_missing_locations(_Replace(call, replacement).visit(tree))
+        around = [node for node in tree.body if node.lineno <= call.lineno <= node.end_lineno or _is_future(node)]
+        mutated = ast.fix_missing_locations(_Replace(call, replacement).visit(ast.Module(around, [])))
         return block, *_enclosing(compile(mutated, self.module.__file__, "exec"), self.module, call.lineno)
 
 
@@ -132,6 +133,10 @@ def _mutations() -> Iterator[Mutation]:
         for index, call in enumerate(_stops(ast.parse(Path(module.__file__).read_text("utf-8")))):
             for kind in ("removed", "detached"):
                 yield Mutation(module, call.lineno, index, kind)
+
+
+def _is_future(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
 def _stops(tree: ast.Module) -> list[ast.Call]:
