@@ -2,7 +2,6 @@
 
 import runpy
 
-import matplotlib as mpl
 import pytest
 from folders import ROOT
 
@@ -16,6 +15,8 @@ def test_each_algorithm_has_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_draws(path, monkeypatch):
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
