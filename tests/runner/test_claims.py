@@ -35,7 +35,7 @@ def _record(seed, claim, *, kind="partial", angle=30.0, ratio=2.0, ends=(1.0, 0.
             "first": {"effects": {"open": effect}, "target_error": {BLOCKED: None}},
             "last": {"effects": {"open": {**effect, "verdict": {"kind": kind, "label": kind}}}},
         },
-        "objective": {"higher_is_better": True},
+        "objective": {"label": "score", "higher_is_better": True},
         "variants": variants,
     }
     return Record(seed, data, {})
@@ -74,8 +74,8 @@ def test_few_seeds_that_leave_training_undecided_contradict_no_claim():
 @pytest.mark.parametrize(
     ("ends", "says"),
     [
-        ((1.0, 0.5), "with the block, training ends better by 0.5 (6 of 6 seeds)"),
-        ((0.5, 1.0), "with the block, training ends worse by 0.5 (6 of 6 seeds)"),
+        ((1.0, 0.5), "with the block, training ends better by 0.5 in the score (6 of 6 seeds)"),
+        ((0.5, 1.0), "with the block, training ends worse by 0.5 in the score (6 of 6 seeds)"),
         ((1.0, 1.0), "with the block, training ends at the same value"),
         ((1.0, math.nan), "with the block, training ends well; without the block, every run broke off"),
         ((math.nan, 1.0), "with the block, every run broke off"),
@@ -191,7 +191,7 @@ def test_the_first_gradients_are_as_claimed(path):
         data = {
             "config": {"dtype": loaded.config.dtype, "expect": expect},
             "comparison": {"first": _Gradients(run, loaded.config.variants).to_dict()},
-            "objective": {"higher_is_better": True},
+            "objective": {"label": "score", "higher_is_better": True},
             "variants": variants,
         }
         records.append(Record(seed, data, {}))

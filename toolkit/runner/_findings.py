@@ -160,9 +160,11 @@ def verdict_of(effect: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def verdicts(records: Sequence[Record]) -> list[str]:
     """Return a line for each open variant: the verdicts on its gradient, and the block's effect on training."""
+    newest = records[-1].data
+    label = newest["objective"]["label"]
     return [
-        f"{name} {_gradient(records, name)}; {_training(compared(records, name), plural=' + ' in name)}"
-        for name in records[-1].data["variants"]
+        f"{name} {_gradient(records, name)}; {_training(compared(records, name), label, plural=' + ' in name)}"
+        for name in newest["variants"]
         if name != BLOCKED
     ]
 
@@ -225,12 +227,13 @@ def _told(effect: Mapping[str, Any]) -> str:
     return label if label.startswith(("cuts", "makes")) else f"is {label}"
 
 
-def _training(found: Difference, *, plural: bool) -> str:
+def _training(found: Difference, label: str, *, plural: bool) -> str:
     seeds, block = len(found.gains), "the blocks" if plural else "the block"
     match found.kind:
         case "better" | "worse":
             count = found.better if found.kind == "better" else found.worse
-            return f"with {block}, training ends {found.kind} by {abs(found.size):.3g} ({count} of {seeds} seeds)"
+            by = f"{abs(found.size):.3g} in the {label}"
+            return f"with {block}, training ends {found.kind} by {by} ({count} of {seeds} seeds)"
         case "same":
             return f"with {block}, training ends at the same value"
         case "undecided":
