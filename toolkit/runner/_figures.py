@@ -305,7 +305,7 @@ def _arrow(x: float, y: float, length: float, angle: float, width: float, colour
 
 def _arrow_label(arrow: Arrow) -> str:
     if not math.isfinite(arrow.angle):
-        return f"{arrow.label}: no length" if arrow.ratio == 0 else arrow.label
+        return f"{arrow.label}: zero gradient" if arrow.ratio == 0 else arrow.label
     if arrow.label == "blocked":
         return arrow.label
     return f"{arrow.label}: {_angle(arrow.angle)}, length {_length(arrow.ratio)}"

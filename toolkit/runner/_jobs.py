@@ -111,7 +111,7 @@ class _Run:
                 units = self._killed(units, crew)
                 if not units and not self._unmeasured:
                     return
-            self._progress.say(f"a process was killed; units without a record: {len(units)}")
+            self._progress.say(f"a process was killed; seeds that run again or for the first time: {len(units)}")
         for unit in [*units, *self._unmeasured]:
             self.errors.append(f"{unit.path}: seed {unit.seed}: its process was killed {_TRIES} times")
 

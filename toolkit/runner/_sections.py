@@ -140,7 +140,9 @@ def methods_section(records: Sequence[Record]) -> Section | None:
         name for name in next(iter(methods["trained"].values()))["metrics"] if name not in ("objective", *coordinates)
     ]
     for index, name in enumerate(methods["trained"]):
-        dashes, colour = divmod(index, len(METHODS))
+        # The later lines are dashed, so that a line that lies exactly on another is still seen. A colour that comes
+        # again has other dashes.
+        dashes, colour = index + index // 12, index % len(METHODS)
         trained = [record.data["methods"]["trained"][name] for record in records]
         values = np.asarray([method["metrics"]["objective"] for method in trained], dtype=float)
         best = at = "–"
@@ -165,6 +167,8 @@ def methods_section(records: Sequence[Record]) -> Section | None:
     label, objective = methods["label"], newest["objective"]["label"]
     heads = ["method", "best on the way", f"at {label}", "at the end", *others, f"time per {label}"]
     note = " Rows with a single number are published values." if references else ""
+    if levels:
+        note += " A horizontal line in the picture is a method of which only the end is known."
     if all(row[-1] == "–" for row in rows):  # nobody asked for times
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     else:
