@@ -94,7 +94,7 @@ REFUSED: list[tuple[type[Method], str, object, str]] = [
         methods.AWP,
         "method",
         "pgd",
-        "`method` should be one with a loss of its own to perturb the weights of. Found str.",
+        "`method` should have a loss of its own, at which the weights are perturbed. Found str.",
     ),
 ]
 
@@ -341,7 +341,7 @@ def test_ball_of_a_method_is_a_mapping_with_a_radius(name, ball, found):
 
 @pytest.mark.parametrize("method", [Free(), AWP()], ids=["free", "awp"])
 def test_weights_are_perturbed_around_a_loss(method: Method) -> None:
-    with pytest.raises(TypeError, match="`method` should be one with a loss of its own"):
+    with pytest.raises(TypeError, match="`method` should have a loss of its own"):
         AWP(method)
 
 

@@ -329,7 +329,7 @@ def test_a_clean_answer_that_is_held_costs_clean_accuracy() -> None:
         ("trained={name='x', method='pgd', settings={step=3}}", "unexpected keyword argument 'step'"),
         ("trained={name='x', method='pgd', settings={steps=0}}", "`steps` should be a positive integer. Found 0."),
         ("trained={name='x', method='trades', settings={beta=-1}}", "`beta` should be"),
-        ("trained={name='x', method='awp', around='free'}", "`method` should be one with a loss of its own"),
+        ("trained={name='x', method='awp', around='free'}", "`method` should have a loss of its own"),
         ("methods=[{name='x', method='free', settings={replays=0}}]", "`replays` should be a positive integer"),
         ("methods=[{name='x', method='pdg'}]", "did you mean 'pgd'?"),
         ("methods=[{name='x', method='pgd'}, {name='x', method='fgsm'}]", "methods should have different names"),

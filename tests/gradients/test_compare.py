@@ -1332,7 +1332,7 @@ def test_questions_inside_of_a_compiled_function_are_refused(question: Callable)
     def compiled(x: Tensor) -> Any:
         return question(lambda: (x * X.square()).sum())
 
-    with pytest.raises(RuntimeError, match=r"^`loss` should be asked about outside of torch\.compile\."):
+    with pytest.raises(RuntimeError, match=r"^`loss` should be called outside of torch\.compile\."):
         compiled(torch.ones(2))
 
 

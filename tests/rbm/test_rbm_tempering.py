@@ -994,7 +994,7 @@ def test_wrong_types_and_machines_are_refused():
         tempered_contrastive_divergence(rbm, DATA, _state(STARTS), inverse_temperatures=[0.1, 0.2, 0.5], steps=1)
     with pytest.raises(ValueError, match=r"`data` should have shape \(N, 4\)"):
         tempered_contrastive_divergence(rbm, DATA[:, :2], _state(STARTS), inverse_temperatures=THREE, steps=1)
-    with pytest.raises(ValueError, match=r"`machines` should be at least one\. Found none\."):
+    with pytest.raises(ValueError, match=r"`machines` should hold at least one machine\. Found none\."):
         trajectory_tempering([], _state(STARTS), steps=1)
     with pytest.raises(ValueError, match=r"`machines` should all have .* weights \(4, 3\).*Found Gaussian units and"):
         trajectory_tempering([rbm, RBM(4, 3, visible="gaussian").double()], _state(STARTS[:2]), steps=1)

@@ -371,12 +371,12 @@ def checked_function(name: str, function: object, arguments: Sequence[object] = 
         wish = "take no arguments, as `lambda: criterion(model(x), y)` does" if name == "loss" else "take `inputs`"
         raise TypeError(f"`{name}` should {wish}. Found {found}: {error}.") from None
     if is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
-        raise RuntimeError(f"`{name}` should be asked about outside of torch.compile. Found a function compiled by it.")
+        raise RuntimeError(f"`{name}` should be called outside of torch.compile. Found a function compiled by it.")
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(f"`{name}` should be asked about outside of torch.inference_mode. Found it switched on.")
+        raise RuntimeError(f"`{name}` should be called outside of torch.inference_mode. Found it switched on.")
     if (transform := peek_interpreter_stack()) is not None:
         raise RuntimeError(
-            f"`{name}` should be asked about outside of the transforms of torch.func. Found {transform.key().name}."
+            f"`{name}` should be called outside of the transforms of torch.func. Found {transform.key().name}."
         )
 
 

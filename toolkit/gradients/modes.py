@@ -148,7 +148,7 @@ def mode_lint(fn: Callable[..., Any], inputs: Tensor | Sequence[Tensor]) -> Mode
         nests = True
         difference, scale = differences(nests)
     if not scale.isfinite().all():
-        raise ValueError("`fn` should have finite derivatives. Found a product that is not.")
+        raise ValueError("`fn` should have finite derivatives. Found an infinite or NaN one.")
     eps = max(torch.finfo(entry.dtype).eps for entry in given if _is_smooth(entry))
     tolerance = eps ** (2 / 3) * scale
     if (difference.abs() <= tolerance).all():

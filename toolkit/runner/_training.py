@@ -119,7 +119,10 @@ def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lamb
             steps.append(step)
             found = metrics_of(run)
             if step == 0 and not math.isfinite(found["objective"]):
-                raise RunError(f"The objective should be finite before training. Found {found['objective']}.")
+                raise RunError(
+                    f"The objective should be finite before training. Found {found['objective']}: "
+                    "look at the data and the initial parameters of `run`."
+                )
             if step and found.keys() != metrics.keys():
                 raise RunError(
                     f"`evaluate` should return the same metrics each time, {', '.join(sorted(metrics))}. "

@@ -467,7 +467,7 @@ class AWP(Method):
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method) or isinstance(self.method, AWP | Free):
             raise TypeError(
-                "`method` should be one with a loss of its own to perturb the weights of. "
+                "`method` should have a loss of its own, at which the weights are perturbed. "
                 f"Found {type(self.method).__name__}."
             )
         number("gamma", self.gamma, least=0)

@@ -156,7 +156,7 @@ def _side_by_side(machines: Sequence[RBM | Joint]) -> Joint:
     """Return the machines as one, with a leading dimension."""
     joints = [joint_of(machine) for machine in machines]
     if not joints:
-        raise ValueError("`machines` should be at least one. Found none.")
+        raise ValueError("`machines` should hold at least one machine. Found none.")
     kinds = [
         (joint.weights.shape, type(joint.visible), type(joint.hidden), joint.visible.n_states, joint.weights.dtype)
         for joint in joints
