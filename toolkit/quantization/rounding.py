@@ -40,7 +40,7 @@ ONE_HOT = block(
 def round_ste(x: Tensor) -> Tensor:
     """Return ``x + sg(round(x) - x)``, the nearest integers, halves to even.
 
-    With the block in place the gradient is c, with the block open 0, the gradient of rounding.
+    With the block in place, x gets the gradient c of the result unchanged; with the block open 0, that of rounding.
 
     Args:
         x: Of any shape.
@@ -65,7 +65,8 @@ def round_ste(x: Tensor) -> Tensor:
 def sign_ste(x: Tensor) -> Tensor:
     """Return ``h + sg(sign(x) - h)`` with ``h = clip(x, -1, 1)`` and ``sign(0) = 1``.
 
-    With the block in place the gradient is c where ``|x| <= 1`` and 0 elsewhere, with the block open it is 0.
+    With the block in place, x gets the gradient c of the result where ``|x| <= 1``, and 0 elsewhere; with the block
+    open it gets 0.
 
     Args:
         x: Of any shape.
@@ -90,8 +91,8 @@ def sign_ste(x: Tensor) -> Tensor:
 def top_k_ste(x: Tensor, k: int, *, dim: int = -1) -> Tensor:
     """Return ``x + sg(m x - x)`` with the mask m of the `k` entries of largest magnitude: the others are 0.
 
-    With the block in place the gradient is c, also for the entries left out. With the block open it is ``m c``, the
-    gradient of a sparse layer: not 0, unlike that of the other functions here.
+    With the block in place, x gets the gradient c of the result, also for the entries left out. With the block open it
+    gets ``m c``, the gradient of a sparse layer: not 0, unlike that of the other functions here.
 
     Args:
         x: Of any shape.
@@ -120,7 +121,7 @@ def top_k_ste(x: Tensor, k: int, *, dim: int = -1) -> Tensor:
 def one_hot_ste(probabilities: Tensor, *, dim: int = -1) -> Tensor:
     """Return ``p + sg(onehot(argmax p) - p)``: exactly one-hot, with the gradient of the probabilities p.
 
-    With the block in place the gradient is c, with the block open 0.
+    With the block in place, p gets the gradient c of the result; with the block open 0.
 
     Args:
         probabilities: Entries in [0, 1], along `dim`.

@@ -83,8 +83,8 @@ class Quantized(NamedTuple):
 def straight_through(z: Tensor, codes: Tensor) -> Tensor:
     """Return ``sg(e) + (z - sg(z))``: the codes, with the gradient of the encoder outputs.
 
-    The value is exactly e, unlike the usual ``z + sg(e - z)``. With the block in place the gradient is c for z and 0
-    for e; with the block open it is 0 for z and c for e.
+    The value is exactly e, unlike the usual ``z + sg(e - z)``. With the block in place, z gets the gradient c of the
+    result and e gets 0; with the block open it is the other way round.
 
     Args:
         z: (..., D), finite.
