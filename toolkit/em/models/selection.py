@@ -141,6 +141,13 @@ def spikes(parameters: ParsimoniousParameters, narrowest: float = NARROWEST) -> 
 
     References:
         McLachlan & Peel, "Finite mixture models", 2000, section 3.10.
+
+    Example:
+        >>> from toolkit.em import ParsimoniousParameters, covariances_from_scatter
+        >>> two = ParsimoniousParameters(log_weights=torch.tensor([0.5, 0.5]).log(), means=torch.tensor([[0.], [3.]]),
+        ...     structure=covariances_from_scatter("VII", torch.ones(2), torch.tensor([[1.0], [1e-4]])))
+        >>> spikes(two)
+        (1,)
     """
     instance("parameters", parameters, ParsimoniousParameters)
     narrowest = number("narrowest", narrowest, least=0)
