@@ -184,10 +184,10 @@ def pgd(
 
 
 def ascend(attack: Setting, example: Tensor, loss: Loss | None, steps: int, stride: Tensor) -> Tensor:
-    """Return the last point of an ascent of the loss, before `settle`."""
+    """Return the last point of an ascent of the loss, before `settle`; it takes the memory of `example`."""
     for _ in range(steps):
         point, gradient, _ = attack.gradient(example, loss)
-        example = attack.ball.step(point, gradient, stride)
+        example = attack.ball.step(point, gradient, stride, out=None if torch.is_grad_enabled() else example)
     return example
 
 

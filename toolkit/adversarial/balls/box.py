@@ -126,7 +126,7 @@ def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
     if not (lower <= upper).all():
         least_first = f"Found {_in_words(lower)} and {_in_words(upper)}."
         raise ValueError(f"`bounds` should have the least value before the greatest. {least_first}")
-    if x.numel() and not torch.maximum(lower - x, x - upper).max() <= 0:
+    if x.numel() and not _are_within(x, lower, upper):
         sizes = [side.abs().masked_fill(side.isinf(), 0) for side in (lower, upper)]
         rounding = 2 * torch.finfo(x.dtype).eps * torch.maximum(*sizes)
         if not ((lower - x <= rounding) & (x - upper <= rounding)).all():
@@ -138,6 +138,14 @@ def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
                 + (" Pixels from 0 to 255 become these by `x / 255`." if (upper == 1).all() and x.max() > 2 else "")
             )
     return torch.minimum(lower, x), torch.maximum(upper, x)
+
+
+def _are_within(x: Tensor, lower: Tensor, upper: Tensor) -> bool:
+    """Return whether all values are numbers in the box."""
+    if lower.dim() or upper.dim():
+        return bool(torch.maximum(lower - x, x - upper).max() <= 0)
+    least, most = x.aminmax()
+    return bool((lower <= least) & (most <= upper))
 
 
 def ends_of(bounds: object) -> tuple[Tensor, Tensor]:

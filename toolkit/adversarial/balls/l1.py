@@ -42,7 +42,7 @@ class L1Ball(RoundRegion):
         signs = gradient.sign() * largest
         return signs / sum_of(largest.to(signs.dtype)).clamp(min=1)
 
-    def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
+    def step(self, example: Tensor, gradient: Tensor, stride: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the point at a distance of at most `stride` on the way to `farthest`, from a point of the set.
 
         The step needs no projection, because the set is convex. A steepest step would move one coordinate, which soon
@@ -57,7 +57,8 @@ class L1Ball(RoundRegion):
         start, end = example.to(move.dtype), self.x.to(move.dtype) + move
         length = sum_of((end - start).abs())
         share = stride.abs().to(move.dtype) / length.masked_fill(length == 0, torch.inf)
-        return torch.clamp(torch.lerp(start, end, share.clamp(max=1)).to(example.dtype), self.lower, self.upper)
+        moved = torch.lerp(start, end, share.clamp(max=1)).to(example.dtype)
+        return torch.clamp(moved, self.lower, self.upper, out=out)
 
     def farthest(self, gradient: Tensor) -> Tensor:
         """Return the point of the set at which a linear function with this gradient is largest, up to rounding.
@@ -70,7 +71,7 @@ class L1Ball(RoundRegion):
             moved = (self.x.to(move.dtype) + move).to(self.x.dtype)
             return self.settle(torch.clamp(moved, self.lower, self.upper))
 
-    def project(self, example: Tensor) -> Tensor:
+    def project(self, example: Tensor, *, out: Tensor | None = None) -> Tensor:
         r"""Return the nearest point of the ball and the box together, up to rounding.
 
         With ``v = example - x`` and ``u_i`` the room in the direction of ``v_i`` the displacements of this point are
@@ -85,7 +86,8 @@ class L1Ball(RoundRegion):
         limit = torch.where(offset < 0, -self.down, self.up)
         threshold = self._threshold(size, limit)
         shrunk = torch.minimum((size - threshold).clamp(min=0), limit)
-        return torch.clamp((self.x.to(shrunk.dtype) + signs * shrunk).to(self.x.dtype), self.lower, self.upper)
+        moved = (self.x.to(shrunk.dtype) + signs * shrunk).to(self.x.dtype)
+        return torch.clamp(moved, self.lower, self.upper, out=out)
 
     def sample(self, generator: torch.Generator) -> Tensor:
         """Draw uniformly from the ball, and clip to the box."""

@@ -28,26 +28,26 @@ class L2Ball(RoundRegion):
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Return ``gradient / |gradient|_2``, also where the squares of the gradient overflow or vanish."""
-        gradient = self.masked(gradient.to(wide(gradient)))
-        norm = norm_of(gradient)
-        with no_graph():
-            limits = torch.finfo(norm.dtype)
-            is_exact = norm.clamp(limits.tiny**0.25, limits.max**0.25) == norm
-        if not is_exact.all():
-            gradient, norm = _rescaled(gradient, is_exact)
+        gradient, norm = self._with_norm(gradient)
         return (gradient * norm.reciprocal()).to(self.x.dtype)
 
-    def project(self, example: Tensor) -> Tensor:
+    def step(self, example: Tensor, gradient: Tensor, stride: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return ``project(example + stride * direction(gradient))``."""
+        gradient, norm = self._with_norm(gradient)
+        moved = torch.addcmul(example.to(gradient.dtype), gradient, stride / norm, out=self._working(out))
+        return self.project(moved, out=out)
+
+    def project(self, example: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the nearest point of the ball and the box together, up to rounding.
 
         With ``v = example - x`` this point is ``clip(x + s v)``, where s is 1 if the point then lies in the ball, and
         otherwise the factor that puts it on the sphere (the Karush-Kuhn-Tucker conditions). Projecting onto the ball
         alone and clipping afterwards would end inside of the sphere: a weaker attack.
         """
-        x = self.x.to(self.down.dtype)
-        offset = example.to(self.down.dtype) - x
-        moved = torch.addcmul(x, offset, self._scale(offset))
-        return torch.clamp(moved.to(self.x.dtype), self.lower, self.upper)
+        x, work = self.x.to(self.down.dtype), self._working(out)
+        offset = torch.sub(example.to(x.dtype), x, out=work)
+        moved = torch.addcmul(x, offset, self._scale(offset), out=work)
+        return torch.clamp(moved.to(self.x.dtype), self.lower, self.upper, out=out)
 
     def sample(self, generator: torch.Generator) -> Tensor:
         """Draw uniformly from the ball, and clip to the box."""
@@ -84,6 +84,19 @@ class L2Ball(RoundRegion):
             moved = self.x.double() + length.view_as(towards) * towards.sign()
             return self.settle(torch.clamp(moved.to(self.x.dtype), self.lower, self.upper))
 
+    def _working(self, out: Tensor | None) -> Tensor | None:
+        """Return the memory of a result if it is wide enough to work in."""
+        return out if out is None or out.dtype == self.down.dtype else None
+
+    def _with_norm(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a multiple of each gradient, and its norm; 1 for zeros."""
+        gradient = self.masked(gradient.to(wide(gradient)))
+        norm = norm_of(gradient)
+        with no_graph():
+            limits = torch.finfo(norm.dtype)
+            is_exact = norm.clamp(limits.tiny**0.25, limits.max**0.25) == norm
+        return (gradient, norm) if is_exact.all() else _rescaled(gradient, is_exact)
+
     def _scale(self, offset: Tensor) -> Tensor:
         """Return the s of `project`: ``s^2 = (epsilon^2 - |held|^2) / |free|^2``, at most 1.
 
@@ -92,9 +105,7 @@ class L2Ball(RoundRegion):
         """
         radius = self.radius.square().to(offset.dtype)
         with no_graph():
-            on_box = torch.clamp(offset, self.down, self.up).square_()
-            squared = _share(offset.square().flatten(1), on_box.flatten(1), radius.flatten(1))
-            squared = squared.view(-1, *radius.shape[1:])
+            squared = _share(offset, self.down, self.up, radius)
         if carries_gradient(offset) or carries_gradient(self.down):
             squares, on_box = offset.square(), torch.clamp(offset, self.down, self.up).square()
             with no_graph():
@@ -119,32 +130,35 @@ def _rescaled(gradient: Tensor, is_exact: Tensor) -> tuple[Tensor, Tensor]:
     return scaled, norm.masked_fill(norm == 0, 1)
 
 
-def _share(squares: Tensor, on_box: Tensor, radius: Tensor) -> Tensor:
-    """Return the q at which ``sum min(q * squares, on_box) = radius``, (N, 1); 1 where the sum of `on_box` is less.
+def _share(offset: Tensor, down: Tensor, up: Tensor, target: Tensor) -> Tensor:
+    """Return the q at which ``f(q) = |clip(sqrt(q) offset)|^2`` is `target`, (N, 1, ...); 1 if ``f(1)`` is less.
 
-    The sum is concave in q and made of straight pieces. Newton's method starts at or below the root, so it rises to the
-    root in a few rounds, at most as many as there are pieces (Michelot 1986).
+    f is concave and made of straight pieces. Secants through two points up to the root meet `target` before f does, so
+    q rises to the root: through 0 and the first point, then through the last two points.
 
     Args:
-        squares: Squared components of an offset, (N, D).
-        on_box: The same of the offset in the box, at most `squares`.
-        radius: Squared radius, (N or 1, 1).
+        offset: (N, ...).
+        down: Least value of an offset in the box, at most 0, (N, ...).
+        up: Greatest value of an offset in the box, at least 0, (N, ...).
+        target: Squared radius, (N or 1, 1, ...).
     """
-    limits = torch.finfo(squares.dtype)
-    total = on_box.sum(1, keepdim=True)
-    target = torch.minimum(radius, total)
-    if torch.equal(target, total):
-        return torch.ones_like(total)
-    slack = 8 * limits.eps * target  # rounding of the sums
-    share = (target / squares.sum(1, keepdim=True).clamp(min=limits.tiny)).clamp(max=1)
-    reached = torch.empty_like(squares)
+    limits = torch.finfo(offset.dtype)
+    share = (target / norm_of(offset).square_().clamp_(min=limits.tiny)).clamp_(max=1)
+    if not (share < 1).any():
+        return share
+    enough = target * (1 - 8 * limits.eps)  # up to the rounding of a sum
+    least = target * (4 * limits.eps)  # a rise that can be told from rounding
+    before, reached_before = torch.zeros_like(share), torch.zeros_like(share)
+    clipped = torch.empty_like(offset)
     while True:
-        torch.mul(squares, share, out=reached)
-        missing = target - torch.minimum(reached, on_box).sum(1, keepdim=True)
-        if not (missing > slack).any():
+        torch.mul(offset, share.sqrt(), out=clipped)
+        reached = norm_of(torch.clamp(clipped, down, up, out=clipped)).square_()
+        is_short = (reached < enough) & (share < 1)
+        if not is_short.any():
             return share
-        free = reached.le_(on_box).mul_(squares).sum(1, keepdim=True)
-        following = torch.addcdiv(share, missing.clamp(min=0), free.clamp(min=limits.tiny)).clamp(max=1)
+        rise = torch.maximum(reached - reached_before, least)
+        following = torch.addcdiv(share, (share - before) * (target - reached), rise).clamp_(max=1)
+        following = torch.where(is_short, following, share)
         if torch.equal(following, share):
             return share
-        share = following
+        before, reached_before, share = share, reached, following

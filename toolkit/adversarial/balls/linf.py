@@ -40,9 +40,9 @@ class LinfBall(Region):
         """Return the corner of the set at which a linear function with this gradient is largest."""
         return torch.where(gradient > 0, self.upper, torch.where(gradient < 0, self.lower, self.x))
 
-    def project(self, example: Tensor) -> Tensor:
+    def project(self, example: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the nearest point of the set, exactly."""
-        return torch.clamp(example, self.lower, self.upper)
+        return torch.clamp(example, self.lower, self.upper, out=out)
 
     def sample(self, generator: torch.Generator) -> Tensor:
         """Draw uniformly from the set."""

@@ -36,17 +36,24 @@ class Region(ABC):
     def direction(self, gradient: Tensor) -> Tensor:
         """Return the steepest ascent direction of unit norm; zero for samples whose gradient is zero."""
 
-    def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
-        """Return ``project(example + stride * direction(gradient))`` for strides (N or 1, 1, ...) of either sign."""
-        return self.project(torch.addcmul(example, self.direction(gradient), stride))
+    def step(self, example: Tensor, gradient: Tensor, stride: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return ``project(example + stride * direction(gradient))`` for strides (N or 1, 1, ...) of either sign.
+
+        Args:
+            example: Points of the set, (N, ...).
+            gradient: What to follow, (N, ...).
+            stride: Length of the step.
+            out: Memory that the result may take, that of `example` too. None where autograd records.
+        """
+        return self.project(torch.addcmul(example, self.direction(gradient), stride, out=out), out=out)
 
     @abstractmethod
     def farthest(self, gradient: Tensor) -> Tensor:
         """Return the point of the set at which a linear function with this gradient is largest. Not differentiable."""
 
     @abstractmethod
-    def project(self, example: Tensor) -> Tensor:
-        """Return the nearest point of the set, up to rounding."""
+    def project(self, example: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return the nearest point of the set, up to rounding; it may take the memory of `out`, as in `step`."""
 
     @abstractmethod
     def sample(self, generator: torch.Generator) -> Tensor:
