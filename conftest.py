@@ -22,7 +22,7 @@ from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser
 
 # Sphinx's settings, the notebooks and the picture's script have no examples; a doctest run would import and run them.
-# The project that `stopgrad init` lays out has an `experiments` too: `test_commands.py` runs its tests in a new process.
+# The project that `stopgrad init` lays out has an `experiments` too: `test_commands.py` runs its tests in a process.
 collect_ignore_glob = [
     "docs/project/*",
     "docs/conf.py",
