@@ -1041,9 +1041,7 @@ def test_defaults_know_digits_as_well_as_the_exact_gradient_does():
 
 
 @every_machine
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name in BAD_PARAMETERS for value in BAD_PARAMETERS[name]]
-)
+@each(("name", "value"), [(name, value) for name in BAD_PARAMETERS for value in BAD_PARAMETERS[name]])
 def test_parameter_out_of_range(machine, name, value):
     for how in ("fit", "partial_fit"):
         with pytest.raises(ValueError, match=rf"`{name}` should be .*Found {value!r}"):

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import warm
+from each import each
 from folders import ROOT
 from interrupted import Stop, answers_of_ranks, start_process, stopping_at
 from scipy import sparse
@@ -503,9 +504,11 @@ WHOLE = ("tensor", "array", "file")  # of others the first chunk is looked at
 
 
 @pytest.mark.parametrize("stop", [7, None], ids=["stopped", "finished"])
-@pytest.mark.parametrize(("name", "case"), [(n, c) for n in SOURCES for c in UNLIKE if c != "a row" or n in WHOLE])
+@each(("name", "case"), [(n, c) for n in SOURCES for c in UNLIKE if c != "a row" or n in WHOLE])
 def test_what_differs_from_the_checkpoint_is_named(name, case, stop, tmp_path):
     """Nothing that decides the result may be another one unnoticed, and the machine stays what it was."""
+    tmp_path = tmp_path / f"{name}, {case}"
+    tmp_path.mkdir()
     path, source, (options, others, message) = tmp_path / "c", SOURCES[name], UNLIKE[case]
 
     def run(spoil=slice(0), order=5, draws=2, callback=None, average_from=0.5, **options) -> RBM:
