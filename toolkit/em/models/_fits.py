@@ -326,7 +326,7 @@ class Fits:
             if form.model.keeps_variances:
                 point = self._points(positions[place : place + 1])
                 mixtures, _ = form.mixtures(point, self._size[fits[place : place + 1]])
-                factor = torch.asarray(mixtures.factor[0, : self._size[fits[place]]], copy=True)
+                factor = _tensor(mixtures.factor[0, : self._size[fits[place]]])
                 allowed[place] = form.model.structure.wide.has_least(factor, self.reg_covar)
         return allowed
 
@@ -366,9 +366,7 @@ class Fits:
         """Return the mixture of one fit at these coordinates (P,)."""
         size, form = int(self._size[fit]), self._forms[self._model[fit]]
         found = form.unpack(self._points(position[None]), self._size[fit : fit + 1])
-        structure = {
-            name: torch.asarray(value[0, :size], copy=True) for name, value in vars(found[2]).items() if name != "model"
-        }
+        structure = {name: _tensor(value[0, :size]) for name, value in vars(found[2]).items() if name != "model"}
         return ParsimoniousParameters(
             log_weights=as_tensor(found[0][0, :size]),
             means=as_tensor(found[1][0, :size]),
@@ -396,7 +394,7 @@ class Fits:
             if len(places):
                 sizes = self._size[fits[places]]
                 mixtures, _ = form.mixtures(self._points(positions[places]), sizes)
-                weights, factor = torch.asarray(mixtures.log_weights).exp(), torch.asarray(mixtures.factor, copy=True)
+                weights, factor = _tensor(mixtures.log_weights).exp(), _tensor(mixtures.factor)
                 least = _array(form.model.structure.wide.narrowest(weights, factor))
                 found[places] = np.where(_array(_present(sizes, mixtures.means)), least, math.inf).min(1)
         return found
@@ -416,6 +414,11 @@ def _native(values: Any) -> Any:
 def _array(values: Any) -> Any:
     """Return a tensor or an array as an array."""
     return values if library(values) is np else values.cpu().numpy()
+
+
+def _tensor(values: Any) -> Tensor:
+    """Return a tensor or an array, which may be a view that cannot be written to, as a tensor on its device."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values.copy())
 
 
 def _by(function: Callable[[Tensor], Tensor], values: Any) -> Any:
