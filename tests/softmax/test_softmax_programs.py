@@ -544,6 +544,7 @@ def test_more_random_calls_are_those_of_torch(name, mode, seed, few_and_many):
 
 @pytest.mark.slow
 @pytest.mark.keeps_its_sums
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
 @pytest.mark.parametrize(("backend", "seeds"), [("aot_eager", 10), ("inductor", 2)], ids=["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", CALLS)
 def test_random_calls_compile_into_one_graph(name, backend, seeds):
