@@ -214,7 +214,7 @@ def _digits(config: Config, seed: int) -> Run:
         }
 
     def target() -> Mapping[str, Tensor]:
-        """Two backward passes with a plain `detach`, of each of which only one network's part is used."""
+        """Two backward passes with a plain `detach`; each gives the gradient of one network."""
         fake = generator(noise)
         first = _terms(config.kind, discriminator(real), discriminator(fake.detach()))[0]
         second = _terms(config.kind, discriminator(real), discriminator(fake))[1]

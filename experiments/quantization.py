@@ -68,7 +68,7 @@ class Config(ExperimentConfig):
         commitment: autoencode_digits: weight of the commitment loss.
         surrogate: spike_digits: the slope of a spike.
         steepness: spike_digits: its steepness, in inverse units of the threshold.
-        time_steps: spike_digits: the number of time steps, T, in all of which the same image is shown.
+        time_steps: spike_digits: the number of time steps, T. The same image is shown in each.
         decay: spike_digits: share of the potential that is left after a time step.
         swept_steepness: spike_digits: the steepnesses of the comparison after training.
     """

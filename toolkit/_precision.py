@@ -35,7 +35,7 @@ def bfloat16_is_faster(n_rows: int, n_inputs: int, n_outputs: int, dtype: torch.
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    """Return the shortest time of a few runs, after one that does not count."""
+    """Return the shortest time of a few runs, after a warm-up."""
     times = []
     for _ in range(_REPEATS + 1):
         begun = time.perf_counter()

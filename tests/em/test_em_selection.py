@@ -539,3 +539,13 @@ def test_a_sample_of_weight_0_says_nothing_of_rounding():
     value = float(log_likelihood(one, x[:2], weights[:2]))
     assert lost_value(Climb(one, value, True, 1, (value,)), rows_of(x, weights)) is None
     assert lost_value(Climb(one, 0.0, True, 1, (0.0,)), rows_of(x, weights)) == pytest.approx(value, abs=1e-15)
+
+
+def test_a_callers_setting_of_floating_point_errors_changes_nothing():
+    """Steps of these rounded samples underflow."""
+    draws = seeded(2)
+    x, state = torch.randint(0, 4, (40, 3), generator=draws).double(), draws.get_state()
+    usual = select(x, range(1, 8), reg_covar=1e-6, generator=draws)
+    with np.errstate(all="raise"):
+        found = select(x, range(1, 8), reg_covar=1e-6, generator=draws.set_state(state))
+    assert str(found) == str(usual)

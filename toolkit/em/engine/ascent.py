@@ -438,7 +438,7 @@ def _swallows(ridge: Tensor | float) -> bool:
 
 
 def _unscale(data: Prepared) -> Any:
-    """Return the matrix that takes factors of precisions to those of samples, an array, or None if there is none."""
+    """Return the matrix that turns factors of precisions into those of samples, an array. None: they are the same."""
     return None if data.whitening is None else data.whitening.mT.numpy()
 
 

@@ -221,7 +221,7 @@ def climb_by_newton(
 
 
 def _point(data: SmallData, here: _Point, step: Any, allows: Callable[[SmallMixture], bool]) -> _Point | None:
-    """Return the point at the end of a step, or None where there is none."""
+    """Return the point at the end of a step. None: it is no mixture, or is not allowed."""
     try:
         mixture = here.moved(step)
         return _Point(data, mixture) if allows(mixture) else None

@@ -257,6 +257,7 @@ class _Race:
         return far
 
 
+@np.errstate(all="ignore")  # a fit that is not finite is marked, whatever a caller has NumPy do
 def _race(fits: Fits, options: ClimbOptions, narrowest: float) -> list[Search]:
     """Fit the cells from the best of their starts."""
     limits = np.empty(len(fits.start), np.int64)
