@@ -329,12 +329,15 @@ def two_backward(call: Call, truth: Truth) -> Found:
         yield from named("curvature", truth, second, truth.curvatures)
 
 
+def with_duals(truth: Truth) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    leaves = truth.leaves()
+    tangents = zip(leaves.items(), truth.tangents, strict=True)
+    return leaves, {name: forward_ad.make_dual(leaf, t) for (name, leaf), t in tangents}
+
+
 def forward_over_backward(call: Call, truth: Truth) -> Found:
     with forward_ad.dual_level():
-        leaves = truth.leaves()
-        duals = {
-            name: forward_ad.make_dual(leaf, t) for (name, leaf), t in zip(leaves.items(), truth.tangents, strict=True)
-        }
+        _, duals = with_duals(truth)
         found = [
             forward_ad.unpack_dual(g) if g is not None else (None, None) for g in pulled(call.ours(duals), duals, truth)
         ]
@@ -345,10 +348,7 @@ def forward_over_backward(call: Call, truth: Truth) -> Found:
 
 def backward_over_forward(call: Call, truth: Truth) -> Found:
     with forward_ad.dual_level():
-        leaves = truth.leaves()
-        duals = {
-            name: forward_ad.make_dual(leaf, t) for (name, leaf), t in zip(leaves.items(), truth.tangents, strict=True)
-        }
+        leaves, duals = with_duals(truth)
         value, tangent = forward_ad.unpack_dual(call.ours(duals))
         yield "value", value, truth.value
         if tangent is not None:
